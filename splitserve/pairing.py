@@ -1,0 +1,33 @@
+"""May two workers exchange a KV cache? If not, why not, in words a person can act on."""
+
+from __future__ import annotations
+
+from splitserve.messages import WorkerSnapshot
+
+
+def why_not_pair(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> str:
+    """Return "" when `decode` can use KV computed by `prefill`, else the reason.
+
+    A pairing key is `name=value` fields joined by ";", so the reason can name the fields that
+    differ instead of showing two hashes.
+    """
+    if prefill.worker_id == decode.worker_id:
+        return "one worker cannot hand over to itself"
+    for worker in (prefill, decode):
+        if not worker.connector:
+            return f"{worker.worker_id} ({worker.engine}) has no way to move KV"
+    if prefill.connector != decode.connector:
+        return f"connectors differ: {prefill.connector} and {decode.connector}"
+    if prefill.pairing_key == decode.pairing_key:
+        return ""
+    return "KV differs in " + ", ".join(_differences(prefill.pairing_key, decode.pairing_key))
+
+
+def _differences(left: str, right: str) -> list[str]:
+    fields = [dict(part.partition("=")[::2] for part in key.split(";")) for key in (left, right)]
+    names = sorted({*fields[0], *fields[1]})
+    return [
+        f"{name} ({fields[0].get(name, 'none')} / {fields[1].get(name, 'none')})"
+        for name in names
+        if fields[0].get(name) != fields[1].get(name)
+    ]

@@ -1,0 +1,1 @@
+"""Latency models: what a worker will need for a prompt, a step, a transfer."""
