@@ -1,0 +1,1 @@
+"""What runs beside a model: one process, one role."""

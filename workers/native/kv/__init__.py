@@ -1,0 +1,1 @@
+"""Paged KV cache: memory, block bookkeeping with prefix reuse, and attention over pages."""
