@@ -90,9 +90,7 @@ class PlanTable:
             why_not=why_not or account.why_full(kv_tokens(request)),
         )
 
-    def _pairs(
-        self, request: GenerateRequest, alive: list[WorkerAccount]
-    ) -> Iterator[Candidate]:
+    def _pairs(self, request: GenerateRequest, alive: list[WorkerAccount]) -> Iterator[Candidate]:
         decodes = [a for a in alive if a.snapshot.role in _DECODES]
         for prefill in alive:
             if prefill.snapshot.role not in _PREFILLS:
@@ -125,9 +123,7 @@ class PlanTable:
         )
 
     @staticmethod
-    def _refusal(
-        request: GenerateRequest, plan: PlanKind, workers: tuple[str, ...]
-    ) -> str:
+    def _refusal(request: GenerateRequest, plan: PlanKind, workers: tuple[str, ...]) -> str:
         if request.forced_plan is not None and request.forced_plan is not plan:
             return f"the request asked for {request.forced_plan}"
         if request.forced_worker is not None and request.forced_worker not in workers:

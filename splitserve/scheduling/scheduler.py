@@ -32,9 +32,7 @@ class Scheduler:
     RequestCancelled), every hand-off is released exactly once, no worker is over its limit.
     """
 
-    def __init__(
-        self, policy: Policy | None = None, limits: SchedulerLimits | None = None
-    ) -> None:
+    def __init__(self, policy: Policy | None = None, limits: SchedulerLimits | None = None) -> None:
         self._policy: Policy = policy or LeastWork()
         self._limits = limits or SchedulerLimits()
         self._ledger = Ledger()

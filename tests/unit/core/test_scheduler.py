@@ -175,7 +175,7 @@ def test_a_request_that_waits_too_long_is_told_why() -> None:
 def test_hopeless_requests_end_at_once(
     workers: tuple[m.WorkerSnapshot, ...], wish: dict[str, object], refusal: m.Refusal
 ) -> None:
-    [reject] = arrive(fleet(*workers), **wish)
+    [reject] = arrive(fleet(*workers), **wish)  # type: ignore[arg-type]
     assert isinstance(reject, m.Reject)
     assert reject.refusal is refusal
 

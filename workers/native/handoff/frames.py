@@ -2,7 +2,7 @@
 
     decode worker                          prefill worker
     HELLO {id, key, pairing, ...}    ->
-                                     <-    WELCOME {prompt_tokens, blocks, share} | REFUSED {message}
+                                     <-    WELCOME {prompt_tokens, share} | REFUSED {message}
     WAIT {} (heartbeat, until it has room)
     BEGIN {start_block, shared}      ->
                                      <-    BLOCK | SHARED ..., IDLE (heartbeat) ..., LOGITS | FAILED
@@ -17,10 +17,10 @@ decode worker samples the first token. Checksums are XXH3-64.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
-from collections.abc import Buffer
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -28,6 +28,8 @@ from typing import Any
 import xxhash
 
 from workers.native.handoff.errors import HandoffBroken, HandoffCorrupt
+
+Bytes = bytes | bytearray | memoryview
 
 VERSION = 1
 MAX_CONTROL_BYTES = 64 * 1024
@@ -64,7 +66,7 @@ class Header:
     checksum: int
 
 
-def checksum(data: Buffer) -> int:
+def checksum(data: Bytes) -> int:
     """XXH3-64 of `data`."""
     return xxhash.xxh3_64_intdigest(data)
 
@@ -153,13 +155,11 @@ class FrameSocket:
 
     def close(self) -> None:
         """Close, waking any thread that reads or writes."""
-        try:
+        with contextlib.suppress(OSError):  # the peer closed it already
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it was closed by the peer already
-            pass
         self._socket.close()
 
-    def _send(self, data: Buffer) -> None:
+    def _send(self, data: Bytes) -> None:
         try:
             self._socket.sendall(data)
         except OSError as error:

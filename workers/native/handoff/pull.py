@@ -7,8 +7,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from workers.native.handoff.errors import HandoffBroken, HandoffCorrupt, HandoffError
-from workers.native.handoff.errors import HandoffRefused
+from workers.native.handoff.errors import (
+    HandoffBroken,
+    HandoffCorrupt,
+    HandoffError,
+    HandoffRefused,
+)
 from workers.native.handoff.frames import VERSION, FrameSocket, Header, Kind, checksum
 from workers.native.handoff.reference import HandoffReference
 from workers.native.handoff.shared_pool import SharedPool

@@ -36,7 +36,11 @@ class HandoffReference:
         """Read the word back. Raises HandoffRefused when it is damaged."""
         try:
             fields = json.loads(base64.urlsafe_b64decode(word.encode()))
-            return cls(str(fields["offer_id"]), str(fields["key"]), str(fields["host"]),
-                       int(fields["port"]))
+            return cls(
+                str(fields["offer_id"]),
+                str(fields["key"]),
+                str(fields["host"]),
+                int(fields["port"]),
+            )
         except (ValueError, KeyError, TypeError, binascii.Error) as error:
             raise HandoffRefused(f"the hand-off reference is damaged: {error!r}") from error

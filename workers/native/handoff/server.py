@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -48,10 +49,8 @@ class HandoffServer:
     def stop(self) -> None:
         """Refuse new readers, cut the present ones, end every offer."""
         self._stopping.set()
-        try:
+        with contextlib.suppress(OSError):  # some systems refuse; closing is enough there
             self._listener.shutdown(socket.SHUT_RDWR)
-        except OSError:  # some systems refuse to shut a listener down; closing is enough there
-            pass
         self._listener.close()
         with self._open_lock:
             readers = list(self._open)
@@ -100,8 +99,12 @@ class HandoffServer:
             raise
         reason = "peer lost"
         try:
-            frames.send_control(Kind.WELCOME, prompt_tokens=offer.prompt_tokens,
-                                block_bytes=self._pool.layout.block_bytes, share=self._share())
+            frames.send_control(
+                Kind.WELCOME,
+                prompt_tokens=offer.prompt_tokens,
+                block_bytes=self._pool.layout.block_bytes,
+                share=self._share(),
+            )
             begin = self._await_begin(frames)
             self._send_all(frames, offer, int(begin["start_block"]), bool(begin["shared"]))
             if frames.read_header().kind is Kind.DONE:

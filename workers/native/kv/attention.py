@@ -11,6 +11,8 @@ from torch import Tensor
 
 from workers.native.kv.pool import KvPool
 
+Pages = tuple[Tensor, Tensor]  # K and V of one layer, each [blocks, tokens, kv_heads, head_dim]
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -85,7 +87,13 @@ class PagedSession:
         )
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float,
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
         window: int | None,
     ) -> Tensor:
         """Store the new rows' K and V, then attend each row to its own sequence so far.
@@ -96,21 +104,21 @@ class PagedSession:
         keys, values = self._rows[layer, 0], self._rows[layer, 1]
         keys.index_put_((self._blocks, self._offsets), key)
         values.index_put_((self._blocks, self._offsets), value)
-        outputs = [self._attend(group, keys, values, query, scale, window)
-                   for group in self._groups]
+        outputs = [
+            self._attend(group, (keys, values), query, scale, window) for group in self._groups
+        ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend(
-        self, group: _Group, keys: Tensor, values: Tensor, query: Tensor, scale: float,
-        window: int | None,
+        self, group: _Group, pages: Pages, query: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        batch, width = group.table.shape
+        batch = group.table.shape[0]
         heads, dim = query.shape[1:]
-        kv_heads = keys.shape[2]
+        kv_heads = pages[0].shape[2]
         index = group.table.flatten()
 
-        def gather(pages: Tensor) -> Tensor:  # [batch, kv_heads, context, dim]
-            found = pages.index_select(0, index).view(batch, -1, kv_heads, dim)
+        def gather(of: Tensor) -> Tensor:  # [batch, kv_heads, context, dim]
+            found = of.index_select(0, index).view(batch, -1, kv_heads, dim)
             return found[:, : group.context_tokens].transpose(1, 2)
 
         rows = group.rows // batch
@@ -121,7 +129,7 @@ class PagedSession:
         shaped = shaped.reshape(batch, kv_heads, fan * rows, dim)
         mask = self._mask(group, window, fan, query.dtype)
         out = F.scaled_dot_product_attention(
-            shaped, gather(keys), gather(values), attn_mask=mask, scale=scale
+            shaped, gather(pages[0]), gather(pages[1]), attn_mask=mask, scale=scale
         )
         out = out.view(batch, kv_heads, fan, rows, dim).permute(0, 3, 1, 2, 4)
         return out.reshape(group.rows, heads * dim)

@@ -33,8 +33,9 @@ class KvPool:
         if device.type == "cpu":
             self.tensor = self._on_host()
         else:
-            self.tensor = torch.zeros((blocks, *layout.block_shape), dtype=layout.dtype,
-                                      device=device)
+            self.tensor = torch.zeros(
+                (blocks, *layout.block_shape), dtype=layout.dtype, device=device
+            )
 
     def _on_host(self) -> torch.Tensor:
         size_bytes = HEADER_BYTES + self.blocks * self.layout.block_bytes
@@ -64,7 +65,7 @@ class KvPool:
         if self._map is not None:
             return self.host_block(block)
         flat = self.tensor[block].contiguous().view(torch.uint8).flatten()
-        return memoryview(flat.cpu().numpy())
+        return flat.cpu().numpy().data
 
     def write_block(self, block: int, data: memoryview) -> None:
         """Copy bytes of one block into the pool of a device that is not the CPU."""

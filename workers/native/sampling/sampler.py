@@ -36,7 +36,8 @@ def sample(
     params: SamplingParams,
     prompt: Sequence[int],
     output: Sequence[int],
-    sequence: int,
+    *,
+    sequence: int = 0,
     banned: Sequence[int] = (),
 ) -> Sampled:
     """Choose the next token from `logits` [vocab], float32.
@@ -103,7 +104,9 @@ def _draw(row: Tensor, params: SamplingParams, sequence: int, position: int) -> 
 
 def _survivors(
     scaled: Tensor, params: SamplingParams
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.float64]]]:
+) -> tuple[
+    np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.float64]]
+]:
     narrow = params.top_k > 0 or params.top_p < 1.0
     if narrow:
         count = min(params.top_k or len(scaled), len(scaled))

@@ -1,0 +1,1 @@
+"""The engine loop: continuous batching with chunked prefill over a paged KV cache."""

@@ -1,0 +1,1 @@
+"""The native worker's own OpenAI server."""
