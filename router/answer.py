@@ -1,0 +1,316 @@
+"""One request from submission to its last byte: runs the legs ordered, relays the bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+from router.backends.base import Backend, BackendCall, EngineRefused, PrefillDone
+from router.dispatch import Dispatcher, Inbox
+from router.errors import LimitReached, TimedOut, UpstreamError
+from router.telemetry.records import Record
+from router.upstream import UpstreamResponse
+from router.usage import UsageMeter
+from router.wire import Headers
+from splitserve import messages as m
+
+_ERROR_LIMIT_BYTES = 1 << 20
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAnswer:
+    """An engine's own error answer, kept to be passed on as it is."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+class Output(Protocol):
+    """Where the answer goes: the client's connection."""
+
+    async def start(self, status: int, headers: Headers) -> None: ...
+
+    async def write(self, piece: bytes) -> None: ...
+
+    async def finish(self) -> None: ...
+
+
+class RejectedError(Exception):
+    """The scheduler ended the request. `answer`: what the engine said, where it said something."""
+
+    def __init__(self, reject: m.Reject, answer: EngineAnswer | None, *, begun: bool) -> None:
+        super().__init__(reject.detail)
+        self.reject = reject
+        self.answer = answer
+        self.begun = begun
+
+
+class AbandonedError(Exception):
+    """The client has left."""
+
+
+class InterruptedByCommand(Exception):
+    """A command came that ends the running leg."""
+
+
+class Answer:
+    """Carries out one request's commands. `run` is the request's own coroutine."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, call: BackendCall, record: Record, *, stream: bool
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._call = call
+        self._record = record
+        self._stream = stream
+        self._prefill: asyncio.Task[None] | None = None
+        self._refused: EngineAnswer | None = None
+        self._begun = False
+        self._abandoned = False
+        self._wake: Callable[[], None] | None = None
+
+    def abandon(self) -> None:
+        """The client has left: `run` stops at once."""
+        self._abandoned = True
+        self._interrupt()
+
+    async def run(self, output: Output) -> None:
+        """Answer into `output`. Raises RejectedError or AbandonedError; always tidies up."""
+        dispatcher, record = self._dispatcher, self._record
+        inbox = dispatcher.open(record)
+        inbox.on_interrupt = self._interrupt
+        try:
+            while not await self._obey(await self._next_command(inbox), output):
+                pass
+        finally:
+            if self._prefill is not None and not self._prefill.done():
+                self._prefill.cancel()
+            record.finish = record.finish or "cancelled"
+            dispatcher.close(record)
+
+    async def _obey(self, command: m.Command, output: Output) -> bool:
+        """Carry one command out; True when the answer is complete."""
+        record = self._record
+        match command:
+            case m.StartAggregated(_, attempt, worker_id, choice):
+                self._released(attempt, choice)
+                return await self._lead(output, worker_id, attempt, None)
+            case m.StartPrefill(_, attempt, worker_id, _, choice):
+                self._released(attempt, choice)
+                work = self._run_prefill(worker_id, attempt)
+                self._prefill = self._dispatcher.spawn(work)
+            case m.StartDecode(_, attempt, worker_id, handoff):
+                return await self._lead(output, worker_id, attempt, handoff)
+            case m.Cancel():
+                if self._prefill is not None:
+                    self._prefill.cancel()
+            case m.Reject():
+                record.choice = record.choice if record.choice.chosen else command.choice
+                record.finish = command.refusal.value
+                raise RejectedError(command, self._refused, begun=self._begun)
+            case _:
+                raise AssertionError(f"{command!r} is not for a request")
+        return False
+
+    def _released(self, attempt: int, choice: m.Choice) -> None:
+        record = self._record
+        record.choice, record.attempts = choice, attempt
+        record.released_s = self._dispatcher.clock()
+
+    # --- the leg that answers -------------------------------------------------------------------
+
+    async def _lead(
+        self, output: Output, worker_id: str, attempt: int, handoff: m.Handoff | None
+    ) -> bool:
+        leg = m.Leg.AGGREGATED if handoff is None else m.Leg.DECODE
+        backend = self._dispatcher.backends.get(worker_id)
+        if backend is None:
+            self._failed(leg, worker_id, attempt, m.Failure.WORKER_LOST, "it was removed")
+            return False
+        try:
+            return await self._interruptible(
+                partial(self._relay, backend, output, attempt, handoff)
+            )
+        except InterruptedByCommand:
+            return False
+        except UpstreamError as error:
+            self._failed(leg, worker_id, attempt, self._failure_of(error), str(error))
+            return False
+
+    async def _relay(
+        self, backend: Backend, output: Output, attempt: int, handoff: m.Handoff | None
+    ) -> bool:
+        async with await backend.decode(self._call, handoff) as response:
+            if response.status >= 400:
+                await self._engine_error(backend, response, attempt, handoff)
+                return False
+            piece = await anext(response, b"")
+            meter = UsageMeter(stream=self._stream)
+            if self._stream:
+                self._first_token(attempt, response.headers)
+            self._begun = True
+            await output.start(response.status, response.headers)
+            while piece:
+                meter.see(piece)
+                await output.write(piece)
+                piece = await anext(response, b"")
+        self._note_handoff(response.headers)
+        self._finished(attempt, meter)
+        await output.finish()
+        return True
+
+    async def _engine_error(
+        self, backend: Backend, response: UpstreamResponse, attempt: int, handoff: m.Handoff | None
+    ) -> None:
+        body = await response.read(_ERROR_LIMIT_BYTES)
+        self._refused = EngineAnswer(response.status, response.headers, body)
+        failure = backend.failure_of(response.status, body)
+        leg = m.Leg.AGGREGATED if handoff is None else m.Leg.DECODE
+        self._failed(
+            leg,
+            backend.worker_id,
+            attempt,
+            failure or m.Failure.REFUSED,
+            f"HTTP {response.status}",
+            final=failure is None,
+        )
+
+    def _first_token(self, attempt: int, headers: Headers) -> None:
+        record = self._record
+        record.first_token_s = self._dispatcher.clock()
+        self._note_handoff(headers)
+        self._dispatcher.tell(
+            m.FirstToken(
+                record.request.request_id, attempt, record.transfer_bytes, record.transfer_s or 0.0
+            )
+        )
+
+    def _note_handoff(self, headers: Headers) -> None:
+        record = self._record
+        for name, value in headers:
+            if name == b"x-splitserve-transfer-ms":
+                record.transfer_s = float(value) / 1e3
+            elif name == b"x-splitserve-transfer-bytes":
+                record.transfer_bytes = int(value)
+
+    def _finished(self, attempt: int, meter: UsageMeter) -> None:
+        record, counts = self._record, meter.counts()
+        record.last_token_s = self._dispatcher.clock()
+        record.prompt_tokens = counts.prompt_tokens
+        record.cached_tokens = counts.cached_tokens
+        record.output_tokens = counts.output_tokens
+        record.finish = "done"
+        self._dispatcher.finish(
+            record,
+            m.DecodeFinished(
+                record.request.request_id,
+                attempt,
+                counts.prompt_tokens or 0,
+                counts.cached_tokens or 0,
+                counts.output_tokens,
+            ),
+        )
+
+    # --- the prefill leg ------------------------------------------------------------------------
+
+    async def _run_prefill(self, worker_id: str, attempt: int) -> None:
+        request_id = self._record.request.request_id
+        backend = self._dispatcher.backends.get(worker_id)
+        if backend is None:
+            self._failed(m.Leg.PREFILL, worker_id, attempt, m.Failure.WORKER_LOST, "it was removed")
+            return
+        try:
+            async with contextlib.aclosing(backend.prefill(self._call)) as progress:
+                async for news in progress:
+                    if isinstance(news, PrefillDone):
+                        self._record.prefill_s = news.prefill_s
+                        self._dispatcher.tell(
+                            m.PrefillFinished(
+                                request_id,
+                                attempt,
+                                news.prompt_tokens,
+                                news.cached_tokens,
+                                news.prefill_s,
+                            )
+                        )
+                    else:
+                        self._dispatcher.tell(m.HandoffReady(request_id, attempt, news))
+        except EngineRefused as error:
+            self._refused = EngineAnswer(error.status, error.headers, error.body)
+            failure = backend.failure_of(error.status, error.body)
+            self._failed(
+                m.Leg.PREFILL,
+                worker_id,
+                attempt,
+                failure or m.Failure.REFUSED,
+                str(error),
+                final=failure is None,
+            )
+        except UpstreamError as error:
+            self._failed(m.Leg.PREFILL, worker_id, attempt, self._failure_of(error), str(error))
+
+    # --- failures and interruptions -------------------------------------------------------------
+
+    def _failed(
+        self,
+        leg: m.Leg,
+        worker_id: str,
+        attempt: int,
+        failure: m.Failure,
+        detail: str,
+        *,
+        final: bool = False,
+    ) -> None:
+        record = self._record
+        record.failures.append(f"attempt {attempt}, {leg} on {worker_id}: {detail}")
+        self._dispatcher.tell(
+            m.LegFailed(
+                record.request.request_id, attempt, leg, worker_id, failure, detail, final=final
+            )
+        )
+
+    def _failure_of(self, error: UpstreamError) -> m.Failure:
+        if self._begun:
+            return m.Failure.BROKEN
+        match error:
+            case TimedOut():
+                return m.Failure.TIMEOUT
+            case LimitReached():
+                return m.Failure.REFUSED
+            case _:
+                return m.Failure.UNREACHABLE
+
+    async def _next_command(self, inbox: Inbox) -> m.Command:
+        if inbox.ready:
+            return inbox.pop()
+        return await self._interruptible(inbox.get)
+
+    async def _interruptible(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run `work` until it ends, the client leaves, or `_wake` is called.
+
+        Raises AbandonedError or InterruptedByCommand; `work` is cancelled then.
+        """
+        now_s = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(None) as scope:
+                self._wake = lambda: scope.reschedule(now_s())
+                if self._abandoned:
+                    raise AbandonedError
+                return await work()
+        except TimeoutError:
+            if self._abandoned:
+                raise AbandonedError from None
+            raise InterruptedByCommand from None
+        finally:
+            self._wake = None
+
+    def _interrupt(self) -> None:
+        wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()

@@ -1,0 +1,1 @@
+"""OpenAI and admin routes: converts HTTP to messages and back, nothing else."""

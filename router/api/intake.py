@@ -1,0 +1,187 @@
+"""From an HTTP request to a `GenerateRequest`: reads only the fields the router owns.
+
+The body itself is passed on as it came. A field the router does not know is none of its business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from router.api.errors import ApiError
+from router.settings import RouterSettings, ServiceClass
+from splitserve.messages import GenerateRequest, PlanKind, Slo
+
+_BYTES_PER_TOKEN = 4  # an estimate until a worker reports the true count
+_SLO_HEADERS = {
+    b"x-slo-ttft-ms": "ttft_s",
+    b"x-slo-tpot-ms": "tpot_s",
+    b"x-slo-deadline-ms": "deadline_s",
+    b"x-llm-d-slo-ttft-ms": "ttft_s",
+    b"x-llm-d-slo-tpot-ms": "tpot_s",
+}
+_TIERS = {"flex": "batch", "priority": "interactive"}
+
+
+class Fields(msgspec.Struct):
+    """What the router reads of a body. Everything else is checked for syntax and skipped."""
+
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+    stream: bool | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    echo: bool | None = None
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    service_tier: str | None = None
+    logprobs: bool | int | None = None
+
+
+_DECODER = msgspec.json.Decoder(Fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """A request that was understood."""
+
+    request: GenerateRequest
+    stream: bool
+
+
+def read(
+    path: str,
+    body: bytes,
+    headers: Mapping[bytes, bytes],
+    settings: RouterSettings,
+    *,
+    request_id: str,
+    tenant: str = "",
+) -> Intake:
+    """Understand a request. Raises ApiError 400 that names the field and the mend."""
+    fields = _decode(body)
+    _require(path, fields)
+    wanted = fields.max_completion_tokens
+    service_class = _service_class(fields, headers, settings)
+    request = GenerateRequest(
+        request_id=request_id,
+        model=fields.model,
+        prompt_tokens=_prompt_tokens(fields),
+        max_tokens=fields.max_tokens if wanted is None else wanted,
+        service_class=service_class,
+        tenant=tenant,
+        slo=_slo(settings.classes[service_class], headers),
+        session=headers.get(b"x-session-id", b"").decode("latin-1")[:256],
+        unsplittable=_unsplittable(path, fields),
+        forced_plan=_forced_plan(headers),
+        forced_worker=_text(headers, b"x-splitserve-worker"),
+    )
+    return Intake(request, bool(fields.stream))
+
+
+def _decode(body: bytes) -> Fields:
+    try:
+        return _DECODER.decode(body)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        param = message.rpartition("$.")[2].rstrip("`") if "$." in message else None
+        if "missing required field" in message:
+            param = message.split("`")[1]
+        raise ApiError(
+            400, f"the body is wrong: {message}", code="invalid_value", param=param
+        ) from (error)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        detail = f"the body is not valid JSON: {error}"
+        raise ApiError(400, detail, code="invalid_json") from error
+
+
+def _require(path: str, fields: Fields) -> None:
+    name = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}.get(path)
+    if name is None:
+        return
+    raw = getattr(fields, name)
+    if bytes(raw) in (b"", b"null"):
+        raise ApiError(400, f"'{name}' is required", code="missing_required_parameter", param=name)
+    if name == "messages" and bytes(raw)[:1] != b"[":
+        raise ApiError(400, "'messages' must be a list", code="invalid_value", param=name)
+
+
+def _prompt_tokens(fields: Fields) -> int:
+    raw = bytes(fields.prompt) or bytes(fields.messages)
+    if raw[:1] == b"[" and raw[1:].lstrip()[:1].isdigit():
+        return raw.count(b",") + 1  # token ids
+    return max(1, len(raw) // _BYTES_PER_TOKEN)
+
+
+def _unsplittable(path: str, fields: Fields) -> str:
+    if path not in ("/v1/chat/completions", "/v1/completions"):
+        return f"{path} is not a generation"
+    if fields.echo and fields.logprobs is not None:
+        return "echo with logprobs needs the prompt computed where it is answered"
+    raw = bytes(fields.prompt)
+    if raw[:1] == b"[":
+        inner = raw[1:].lstrip()[:1]
+        if inner == b"[" or (inner == b'"' and _is_several(raw)):
+            return "several prompts in one body"
+    return ""
+
+
+def _is_several(raw: bytes) -> bool:
+    return len(msgspec.json.decode(raw, type=list[str | msgspec.Raw])) > 1
+
+
+def _service_class(fields: Fields, headers: Mapping[bytes, bytes], settings: RouterSettings) -> str:
+    asked = _text(headers, b"x-slo-class")
+    if asked is None:
+        tier = _TIERS.get(fields.service_tier or "", "")
+        return tier if tier in settings.classes else settings.default_class
+    if asked not in settings.classes:
+        known = ", ".join(settings.classes)
+        message = f"header x-slo-class: no class {asked[:60]!r}; known are {known}"
+        raise ApiError(400, message, code="unknown_class", param="x-slo-class")
+    return asked
+
+
+def _slo(service_class: ServiceClass, headers: Mapping[bytes, bytes]) -> Slo:
+    targets = {
+        "ttft_s": _seconds(service_class.ttft_ms),
+        "tpot_s": _seconds(service_class.tpot_ms),
+        "deadline_s": _seconds(service_class.deadline_ms) or service_class.deadline_s,
+    }
+    for name, field in _SLO_HEADERS.items():
+        value = headers.get(name)
+        if value is not None:
+            targets[field] = _milliseconds(name.decode(), value) / 1e3
+    return Slo(**targets)
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
+
+
+def _milliseconds(name: str, value: bytes) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < 1e10:
+        message = f"header {name}: {value[:40]!r} is not a number of milliseconds above 0"
+        raise ApiError(400, message, code="invalid_header", param=name)
+    return number
+
+
+def _forced_plan(headers: Mapping[bytes, bytes]) -> PlanKind | None:
+    asked = _text(headers, b"x-splitserve-plan")
+    if asked in (None, "auto"):
+        return None
+    if asked not in tuple(PlanKind):
+        message = f"header x-splitserve-plan: {asked[:40]!r}; say auto, aggregated or disaggregated"
+        raise ApiError(400, message, code="invalid_header", param="x-splitserve-plan")
+    return PlanKind(asked)
+
+
+def _text(headers: Mapping[bytes, bytes], name: bytes) -> str | None:
+    value = headers.get(name)
+    return None if value is None else value.decode("latin-1")

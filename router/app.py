@@ -1,0 +1,124 @@
+"""Composition root of the router: one process, one event loop, one scheduler."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Mapping
+from time import monotonic
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from router.api.auth import Keyring
+from router.api.errors import ApiError
+from router.api.generate import GenerateEndpoint
+from router.api.state import StateRoutes
+from router.dispatch import Dispatcher
+from router.event_log import EventLogFile
+from router.registry import Registry
+from router.settings import RouterSettings
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.records import RecordStore
+from router.upstream import HttpUpstream
+from router.wire import Deadlines
+from splitserve.scheduling import Scheduler, SchedulerLimits
+
+log = logging.getLogger("splitserve.router")
+
+
+class RouterApp:
+    """The router's parts, wired. `asgi` is what a server runs."""
+
+    def __init__(self, settings: RouterSettings, environ: Mapping[str, str]) -> None:
+        limits = settings.limits
+        self.settings = settings
+        self.scheduler = Scheduler(
+            limits=SchedulerLimits(limits.queue, limits.attempts, limits.max_wait_s)
+        )
+        self._event_log = EventLogFile(settings.event_log) if settings.event_log else None
+        self.dispatcher = Dispatcher(
+            self.scheduler, monotonic, RecordStore(), RouterMetrics(), self._event_log
+        )
+        self.upstream = HttpUpstream()
+        deadlines = Deadlines(limits.connect_s, limits.first_byte_s, limits.idle_s)
+        self.registry = Registry(
+            self.dispatcher,
+            self.upstream,
+            interval_s=settings.report_interval_s,
+            deadlines=deadlines,
+        )
+        keyring = Keyring(settings, environ)
+        self.generate = GenerateEndpoint(self.dispatcher, settings, keyring)
+        state = StateRoutes(self.dispatcher, self.registry, keyring, tuple(settings.models))
+        self.api = _build_api(self._lifespan, state, self.generate)
+        self.asgi: ASGIApp = self.api
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        for spec in self.settings.worker_specs:
+            if spec.url is not None:
+                self.registry.add(str(spec.url), spec.role, spec.name or "", spec.model or "")
+        try:
+            yield
+        finally:
+            await self.registry.stop()
+            await self.dispatcher.shutdown()
+            self.upstream.close()
+            if self._event_log is not None:
+                self._event_log.close()
+
+
+def _build_api(lifespan: object, state: StateRoutes, generate: GenerateEndpoint) -> FastAPI:
+    api = FastAPI(title="splitserve", lifespan=lifespan)  # type: ignore[arg-type]
+    api.add_exception_handler(ApiError, _answer_api_error)
+    api.add_exception_handler(HTTPException, _answer_http_error)
+    api.add_exception_handler(RequestValidationError, _answer_validation_error)
+    state.add_to(api)
+    api.router.routes.append(Route("/v1/{rest:path}", generate, methods=["POST"]))
+    return api
+
+
+async def _answer_api_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.envelope(), error.status)
+
+
+async def _answer_http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return JSONResponse(ApiError(error.status_code, message).envelope(), error.status_code)
+
+
+async def _answer_validation_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    known = ApiError(400, f"{where}: {first['msg']}", code="invalid_value", param=where)
+    return JSONResponse(known.envelope(), 400)
+
+
+def serve(settings: RouterSettings) -> int:
+    """Run the router until SIGINT or SIGTERM; streams get `drain_s` to end. Returns the status."""
+    app = RouterApp(settings, os.environ)
+    config = uvicorn.Config(
+        app.asgi,
+        host=settings.listen.host,
+        port=settings.listen.port,
+        loop="uvloop",
+        http="httptools",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(settings.limits.drain_s),
+        timeout_keep_alive=75,
+    )
+    server = uvicorn.Server(config)
+    server.run()
+    return 0 if server.started else 1

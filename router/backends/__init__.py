@@ -1,0 +1,1 @@
+"""Engine dialects: one file per engine, each a `Backend`."""

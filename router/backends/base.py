@@ -1,0 +1,73 @@
+"""What the router asks of an engine, whatever it is."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.upstream import UpstreamResponse
+from router.wire import Headers
+from splitserve.messages import Failure, Handoff, WorkerSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class BackendCall:
+    """One client request as it goes to a worker: route, body bytes untouched, headers passed on."""
+
+    path: bytes
+    body: bytes
+    headers: Headers = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDone:
+    """The prefill worker's own account of a finished prefill."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    prefill_s: float
+
+
+class EngineRefused(Exception):
+    """The engine answered a prefill with an error. Status, headers and body are the engine's."""
+
+    def __init__(self, status: int, headers: Headers, body: bytes) -> None:
+        super().__init__(f"HTTP {status}")
+        self.status = status
+        self.headers = headers
+        self.body = body
+
+
+class Backend(Protocol):
+    """One worker, spoken to in its engine's dialect.
+
+    All calls raise router.errors.UpstreamError when the worker cannot be talked to. Cancelling a
+    call closes its connection, which is how an engine learns that nobody waits any more.
+    """
+
+    worker_id: str
+
+    async def probe(self) -> WorkerSnapshot:
+        """Ask what the worker is. Raises also ValueError when it is not this engine."""
+        ...
+
+    async def load(self, known: WorkerSnapshot) -> WorkerSnapshot:
+        """Ask how busy it is; returns `known` with fresh figures."""
+        ...
+
+    def prefill(self, call: BackendCall) -> AsyncGenerator[Handoff | PrefillDone, None]:
+        """Prefill for another: first the hand-off, then the account. Raises EngineRefused."""
+        ...
+
+    async def decode(self, call: BackendCall, handoff: Handoff | None) -> UpstreamResponse:
+        """Answer a request, with the KV that `handoff` claims, or from nothing (aggregated)."""
+        ...
+
+    async def release(self, handoff: Handoff, *, consumed: bool) -> None:
+        """End a hand-off. `consumed`: a decode worker read it."""
+        ...
+
+    def failure_of(self, status: int, body: bytes) -> Failure | None:
+        """Say what an error answer means; None: it is the client's own mistake, pass it on."""
+        ...

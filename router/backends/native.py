@@ -1,0 +1,206 @@
+"""The native worker of this project; see docs/NATIVE_PROTOCOL.md.
+
+The prefill call answers its first line at once, so decode is dispatched while prefill runs, and
+the decode worker pulls KV from the prefill worker as it is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
+from typing import TypeVar
+
+import msgspec
+
+from router.backends.base import BackendCall, EngineRefused, PrefillDone
+from router.backends.probing import get_json
+from router.errors import Malformed
+from router.origin import Origin
+from router.upstream import Upstream, UpstreamResponse
+from router.wire import Deadlines
+from splitserve.messages import Failure, Handoff, Role, WorkerSnapshot
+
+CONNECTOR = "native"
+T = TypeVar("T")
+_LINE_LIMIT_BYTES = 64 * 1024
+_HANDOFF_CODES = ("handoff_failed", "handoff_refused", "handoff_broken", "handoff_corrupt")
+
+
+class _Profile(msgspec.Struct):
+    engine: str
+    instance: str
+    role: str
+    models: list[str]
+    connector: str
+    pairing_key: str
+    max_running: int
+    max_context_tokens: int
+    kv_capacity_tokens: int
+    kv_bytes_per_token: int
+    prefill_tok_s: float
+    decode_tok_s: float
+
+
+class _Load(msgspec.Struct):
+    instance: str
+    running: int
+    waiting: int
+    kv_used_tokens: int
+    prefill_tok_s: float
+    decode_tok_s: float
+
+
+class _Offer(msgspec.Struct):
+    handoff_id: str
+    attributes: str
+    prompt_tokens: int
+
+
+class _Finished(msgspec.Struct):
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prefill_ms: float = 0.0
+    error: msgspec.Raw | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    code: str | None = None
+
+
+class _Envelope(msgspec.Struct):
+    error: _ErrorBody
+
+
+class NativeBackend:
+    """A native worker in any role."""
+
+    engine = "native"
+
+    def __init__(
+        self, worker_id: str, origin: Origin, upstream: Upstream, role: Role, deadlines: Deadlines
+    ) -> None:
+        self.worker_id = worker_id
+        self.origin = origin
+        self._upstream = upstream
+        self._role = role
+        self._deadlines = deadlines
+        self._instance = ""
+
+    async def probe(self) -> WorkerSnapshot:
+        """Read the worker's profile. Raises ValueError when it has none."""
+        status, body = await get_json(self._upstream, self.origin, b"/splitserve/profile")
+        if status != 200:
+            raise ValueError(f"GET /splitserve/profile answered {status}")
+        try:
+            profile = msgspec.json.decode(body, type=_Profile)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"GET /splitserve/profile: {error}") from error
+        self._instance = profile.instance
+        return WorkerSnapshot(
+            worker_id=self.worker_id,
+            role=Role(profile.role) if self._role is Role.AUTO else self._role,
+            engine=profile.engine,
+            models=tuple(profile.models),
+            connector=profile.connector,
+            pairing_key=profile.pairing_key,
+            max_running=profile.max_running,
+            kv_capacity_tokens=profile.kv_capacity_tokens,
+            max_context_tokens=profile.max_context_tokens,
+            kv_bytes_per_token=profile.kv_bytes_per_token,
+            prefill_tok_s=profile.prefill_tok_s,
+            decode_tok_s=profile.decode_tok_s,
+        )
+
+    async def load(self, known: WorkerSnapshot) -> WorkerSnapshot:
+        """Read gauges. Raises ValueError when another process has taken the worker's place."""
+        status, body = await get_json(self._upstream, self.origin, b"/splitserve/load")
+        if status != 200:
+            raise ValueError(f"GET /splitserve/load answered {status}")
+        try:
+            load = msgspec.json.decode(body, type=_Load)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"GET /splitserve/load: {error}") from error
+        if load.instance != self._instance:
+            raise ValueError("the worker was restarted")
+        return replace(
+            known,
+            running=load.running,
+            waiting=load.waiting,
+            kv_used_tokens=load.kv_used_tokens,
+            prefill_tok_s=load.prefill_tok_s,
+            decode_tok_s=load.decode_tok_s,
+        )
+
+    async def prefill(self, call: BackendCall) -> AsyncGenerator[Handoff | PrefillDone, None]:
+        """POST the client's body to the prefill route; two lines of JSON come back."""
+        response = await self._upstream.request(
+            self.origin,
+            b"POST",
+            b"/splitserve/prefill" + call.path,
+            headers=call.headers,
+            body=call.body,
+            deadlines=self._deadlines,
+        )
+        async with response:
+            if response.status != 200:
+                body = await response.read(_LINE_LIMIT_BYTES)
+                raise EngineRefused(response.status, response.headers, body)
+            lines = self._lines(response)
+            offer = self._parse(await anext(lines, b""), _Offer)
+            yield Handoff(offer.handoff_id, self.worker_id, CONNECTOR, offer.attributes)
+            last = await anext(lines, b"")
+            done = self._parse(last, _Finished)
+            if done.error is not None:
+                raise EngineRefused(502, response.headers, last)
+            yield PrefillDone(done.prompt_tokens, done.cached_tokens, done.prefill_ms / 1e3)
+
+    @staticmethod
+    async def _lines(response: UpstreamResponse) -> AsyncIterator[bytes]:
+        held = b""
+        async for piece in response:
+            held += piece
+            while b"\n" in held:
+                line, _, held = held.partition(b"\n")
+                yield line
+            if len(held) > _LINE_LIMIT_BYTES:
+                break
+
+    def _parse(self, line: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(line, type=kind)
+        except msgspec.DecodeError as error:
+            raise Malformed(self.origin.url, f"prefill line: {error}") from error
+
+    async def decode(self, call: BackendCall, handoff: Handoff | None) -> UpstreamResponse:
+        """Send the client's request as it came; a hand-off travels in a header."""
+        headers = call.headers
+        if handoff is not None:
+            headers = (*headers, (b"x-splitserve-handoff", handoff.attributes.encode()))
+        return await self._upstream.request(
+            self.origin,
+            b"POST",
+            call.path,
+            headers=headers,
+            body=call.body,
+            deadlines=self._deadlines,
+        )
+
+    async def release(self, handoff: Handoff, *, consumed: bool) -> None:
+        """Free an offer. One that was read is free already."""
+        if consumed:
+            return
+        path = f"/splitserve/release/{handoff.handoff_id}".encode()
+        async with await self._upstream.request(
+            self.origin, b"POST", path, deadlines=self._deadlines
+        ) as response:
+            await response.read(_LINE_LIMIT_BYTES)
+
+    def failure_of(self, status: int, body: bytes) -> Failure | None:
+        """Tell a hand-off that failed from other errors by its code."""
+        if status < 500 and status != 429:
+            return None
+        try:
+            code = msgspec.json.decode(body, type=_Envelope).error.code
+        except msgspec.DecodeError:
+            return Failure.REFUSED
+        return Failure.HANDOFF if code in _HANDOFF_CODES else Failure.REFUSED

@@ -1,0 +1,171 @@
+"""The Dispatcher: feeds Events to the Scheduler and carries out its Commands.
+
+The only caller of `Scheduler.step`, on one event loop, without awaiting in between. A request's
+own coroutine runs its decode (or whole) leg and relays the bytes; a prefill leg is a task beside
+it. Commands reach a request through its `Ticket`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from router.backends.base import Backend
+from router.errors import RouterError
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.records import Record, RecordStore
+from splitserve import messages as m
+from splitserve.scheduling import Scheduler
+
+log = logging.getLogger("splitserve.dispatch")
+
+
+class EventSink(Protocol):
+    """Records what the scheduler was told, for replay."""
+
+    def write(self, now_s: float, event: m.Event) -> None: ...
+
+
+class Inbox:
+    """Commands for one request, in order, and a way to wait for the next."""
+
+    __slots__ = ("_commands", "_waiter", "on_interrupt")
+
+    def __init__(self) -> None:
+        self._commands: deque[m.Command] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self.on_interrupt: Callable[[], None] | None = None
+
+    def put(self, command: m.Command) -> None:
+        """Add a command; one that ends the running leg interrupts it."""
+        self._commands.append(command)
+        if self._waiter is not None:
+            if not self._waiter.done():
+                self._waiter.set_result(None)
+        elif self.on_interrupt is not None and isinstance(command, m.Cancel | m.Reject):
+            self.on_interrupt()
+
+    @property
+    def ready(self) -> bool:
+        """True when a command is there."""
+        return bool(self._commands)
+
+    def pop(self) -> m.Command:
+        """Return the next command, which is there."""
+        return self._commands.popleft()
+
+    async def get(self) -> m.Command:
+        """Wait for the next command."""
+        while not self._commands:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._commands.popleft()
+
+
+class Dispatcher:
+    """Owns the scheduler and the tickets of live requests."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        clock: Callable[[], float],
+        records: RecordStore,
+        metrics: RouterMetrics,
+        event_log: EventSink | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.records = records
+        self.metrics = metrics
+        self.backends: dict[str, Backend] = {}
+        self.clock = clock
+        self._event_log = event_log
+        self._inboxes: dict[str, Inbox] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def live(self) -> int:
+        """Requests that somebody waits for."""
+        return len(self._inboxes)
+
+    def open(self, record: Record) -> Inbox:
+        """Register a request's inbox and tell the scheduler of its arrival."""
+        inbox = Inbox()
+        self._inboxes[record.request.request_id] = inbox
+        self.records.add(record)
+        self.tell(m.RequestArrived(record.request))
+        return inbox
+
+    def finish(self, record: Record, event: m.DecodeFinished) -> None:
+        """The answer is complete."""
+        self._inboxes.pop(record.request.request_id, None)
+        self.tell(event)
+        self.metrics.saw_end(record)
+
+    def close(self, record: Record) -> None:
+        """The request's coroutine is over; end it in the scheduler if it has not ended there."""
+        request_id = record.request.request_id
+        if self._inboxes.pop(request_id, None) is not None:
+            self.tell(m.RequestCancelled(request_id))
+            self.metrics.saw_end(record)
+
+    def tell(self, event: m.Event) -> None:
+        """Step the scheduler and hand out what it commands."""
+        now_s = self.clock()
+        if self._event_log is not None:
+            self._event_log.write(now_s, event)
+        for command in self.scheduler.step(event, now_s):
+            self._obey(command)
+
+    def _obey(self, command: m.Command) -> None:
+        match command:
+            case m.ReleaseKV(handoff, consumed):
+                self._release(handoff, consumed)
+            case m.WakeAt(at_s):
+                self._wake_at(at_s)
+            case m.SetRole():
+                log.info("role of %s is now %s", command.worker_id, command.role)
+            case _:
+                inbox = self._inboxes.get(command.request_id)
+                if inbox is not None:
+                    inbox.put(command)
+
+    def _wake_at(self, at_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        delay_s = max(0.0, at_s - self.clock())
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(delay_s, self.tell, m.TimerFired())
+
+    def _release(self, handoff: m.Handoff, consumed: bool) -> None:
+        backend = self.backends.get(handoff.worker_id)
+        if backend is not None:
+            self.spawn(self._try_release(backend, handoff, consumed))
+
+    @staticmethod
+    async def _try_release(backend: Backend, handoff: m.Handoff, consumed: bool) -> None:
+        try:
+            await backend.release(handoff, consumed=consumed)
+        except RouterError as error:  # the lease on the worker ends it then
+            log.warning("hand-off %s was not released: %s", handoff.handoff_id, error)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something beside; it is kept alive and cancelled at shutdown."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def shutdown(self) -> None:
+        """Cancel what runs beside requests."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

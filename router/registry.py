@@ -1,0 +1,203 @@
+"""Which workers there are: probes them, keeps their reports fresh, declares them lost.
+
+A worker joins with its first good probe and is lost after `MISSES` bad polls in a row. What it
+needs to come back is another good probe, also under a new process at the same address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass, field, replace
+
+from router.backends.base import Backend
+from router.backends.native import NativeBackend
+from router.backends.openai import OpenAIBackend
+from router.dispatch import Dispatcher
+from router.errors import RouterError
+from router.origin import Origin, parse_origin
+from router.upstream import Upstream
+from router.wire import Deadlines
+from splitserve.messages import Role, WorkerLost, WorkerReported, WorkerSnapshot
+
+log = logging.getLogger("splitserve.registry")
+
+MISSES = 3
+_PROBE_FAILED = (RouterError, ValueError)
+# Most particular first: every native worker is an OpenAI server too.
+_DIALECTS: tuple[type[NativeBackend] | type[OpenAIBackend], ...] = (NativeBackend, OpenAIBackend)
+
+
+@dataclass(slots=True)
+class Member:
+    """One worker as the registry sees it. `trouble` is "" while it answers."""
+
+    worker_id: str
+    origin: Origin
+    role: Role
+    model: str = ""
+    backend: Backend | None = None
+    snapshot: WorkerSnapshot | None = None
+    misses: int = 0
+    trouble: str = "not probed yet"
+    draining: bool = False
+    poked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def alive(self) -> bool:
+        """True while the scheduler may use it."""
+        return self.snapshot is not None
+
+
+class Registry:
+    """Owns the members and one polling task for each."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        upstream: Upstream,
+        *,
+        interval_s: float,
+        deadlines: Deadlines,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._upstream = upstream
+        self._interval_s = interval_s
+        self._deadlines = deadlines
+        self.members: dict[str, Member] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def add(self, url: str, role: Role, name: str = "", model: str = "") -> Member:
+        """Begin to watch a worker. Raises BadWorkerUrl, or ValueError for a name in use.
+
+        `model` set: only this model of the worker is served.
+        """
+        origin = parse_origin(url)
+        worker_id = name or self._free_name(role)
+        if worker_id in self.members:
+            raise ValueError(f"a worker named {worker_id!r} is there already; choose another name")
+        member = Member(worker_id, origin, role, model)
+        self.members[worker_id] = member
+        self._tasks[worker_id] = asyncio.create_task(self._watch(member))
+        return member
+
+    def _free_name(self, role: Role) -> str:
+        names = (f"{role.value}-{number}" for number in range(len(self.members) + 1))
+        return next(name for name in names if name not in self.members)
+
+    async def remove(self, worker_id: str) -> None:
+        """Forget a worker; requests on it are moved or fail."""
+        task = self._tasks.pop(worker_id)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        member = self.members.pop(worker_id)
+        self._lose(member, "removed")
+        self._upstream.forget(member.origin)
+
+    def update(
+        self, worker_id: str, *, role: Role | None = None, draining: bool | None = None
+    ) -> None:
+        """Change what a worker is used for; requests on it go on."""
+        member = self.members[worker_id]
+        member.role = role or member.role
+        member.draining = member.draining if draining is None else draining
+        if member.snapshot is not None:
+            self._report(member, replace(member.snapshot, role=role or member.snapshot.role))
+
+    def poke(self, worker_id: str) -> None:
+        """Something went wrong with this worker: ask it now rather than at the next turn."""
+        member = self.members.get(worker_id)
+        if member is not None:
+            member.poked.set()
+
+    async def stop(self) -> None:
+        """Stop watching."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def unready_models(self, wanted: tuple[str, ...]) -> list[str]:
+        """Return the models among `wanted` (all that were ever seen, if none) nobody can serve."""
+        seen = wanted or tuple(sorted(self._dispatcher.scheduler.ledger.models_seen))
+        return [model for model in seen if not self._usable(model)]
+
+    def _usable(self, model: str) -> bool:
+        return any(
+            not account.snapshot.draining
+            for account in self._dispatcher.scheduler.ledger.serving(model)
+        )
+
+    def models(self) -> list[str]:
+        """Return the names of models that live workers serve."""
+        accounts = self._dispatcher.scheduler.ledger.workers.values()
+        return sorted({model for a in accounts for model in a.snapshot.models})
+
+    # --- one worker's task ----------------------------------------------------------------------
+
+    async def _watch(self, member: Member) -> None:
+        while True:
+            await self._poll(member)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(member.poked.wait(), self._interval_s)
+            member.poked.clear()
+
+    async def _poll(self, member: Member) -> None:
+        try:
+            if member.snapshot is None or member.backend is None:
+                await self._join(member)
+            else:
+                self._report(member, await member.backend.load(member.snapshot))
+        except _PROBE_FAILED as error:
+            self._missed(member, str(error))
+        except Exception as error:  # task boundary: one odd worker must not end its watch
+            log.exception("polling %s", member.worker_id)
+            self._missed(member, f"{type(error).__name__}: {error}")
+
+    async def _join(self, member: Member) -> None:
+        backend, snapshot = await self._detect(member)
+        member.backend = backend
+        self._dispatcher.backends[member.worker_id] = backend
+        self._report(member, snapshot)
+        log.info(
+            "%s joined: %s at %s serves %s",
+            member.worker_id, snapshot.engine, member.origin.url, ", ".join(snapshot.models),
+        )  # fmt: skip
+
+    async def _detect(self, member: Member) -> tuple[Backend, WorkerSnapshot]:
+        """Try each dialect; the first that fits is the engine."""
+        reasons: list[str] = []
+        for dialect in _DIALECTS:
+            backend = dialect(
+                member.worker_id, member.origin, self._upstream, member.role, self._deadlines
+            )
+            try:
+                return backend, await backend.probe()
+            except ValueError as error:
+                reasons.append(f"{dialect.engine}: {error}")
+        raise ValueError("no known engine answers there; " + "; ".join(reasons))
+
+    def _report(self, member: Member, snapshot: WorkerSnapshot) -> None:
+        models = tuple(m for m in snapshot.models if not member.model or m == member.model)
+        if not models:
+            known = ", ".join(snapshot.models) or "no model"
+            raise ValueError(f"it serves {known}, not {member.model or 'any'}")
+        member.snapshot = replace(snapshot, models=models, draining=member.draining)
+        member.misses, member.trouble = 0, ""
+        self._dispatcher.tell(WorkerReported(member.snapshot))
+
+    def _missed(self, member: Member, reason: str) -> None:
+        member.misses += 1
+        if member.trouble != reason:
+            log.warning("%s at %s: %s", member.worker_id, member.origin.url, reason)
+        member.trouble = reason
+        if member.alive and (member.misses >= MISSES or "restarted" in reason):
+            self._lose(member, reason)
+
+    def _lose(self, member: Member, reason: str) -> None:
+        member.snapshot = None
+        if member.backend is not None:
+            self._dispatcher.tell(WorkerLost(member.worker_id, reason))
+            self._dispatcher.backends.pop(member.worker_id, None)
+            member.backend = None

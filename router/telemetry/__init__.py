@@ -1,0 +1,1 @@
+"""What the router tells about itself: metrics and decision records."""

@@ -1,0 +1,87 @@
+"""Token counts out of an answer that is relayed as bytes.
+
+Only the end of a stream is looked at: OpenAI servers send usage in the last chunk, or not at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+_TAIL_BYTES = 8 * 1024
+_WHOLE_BYTES = 1 << 20
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """What an engine said of one answer; `exact` False: output tokens were counted by chunk."""
+
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    output_tokens: int
+    exact: bool
+
+
+class UsageMeter:
+    """Sees every relayed piece; keeps a bounded end of them."""
+
+    __slots__ = ("_bytes", "_events", "_kept", "_kept_bytes", "_stream")
+
+    def __init__(self, *, stream: bool) -> None:
+        self._stream = stream
+        self._kept: list[bytes] = []
+        self._kept_bytes = 0
+        self._events = 0
+        self._bytes = 0
+
+    def see(self, piece: bytes) -> None:
+        """Take note of a relayed piece."""
+        self._bytes += len(piece)
+        if self._stream:
+            self._events += piece.count(b"\n\n")
+            self._kept.append(piece)
+            self._kept_bytes += len(piece)
+            while self._kept_bytes - len(self._kept[0]) > _TAIL_BYTES:
+                self._kept_bytes -= len(self._kept.pop(0))
+        elif self._bytes <= _WHOLE_BYTES:
+            self._kept.append(piece)
+
+    def counts(self) -> TokenCounts:
+        """Return what was found."""
+        text = b"".join(self._kept)
+        usage = self._from_stream(text) if self._stream else self._parse(text)
+        if usage is None or usage.completion_tokens is None:
+            return TokenCounts(None, None, max(0, self._events - 2), exact=False)
+        details = usage.prompt_tokens_details
+        cached_tokens = details.cached_tokens if details else None
+        return TokenCounts(usage.prompt_tokens, cached_tokens, usage.completion_tokens, exact=True)
+
+    def _from_stream(self, text: bytes) -> _Usage | None:
+        at = text.rfind(b'"usage":{')
+        if at < 0:
+            return None
+        start = text.rfind(b"data:", 0, at)
+        end = text.find(b"\n", at)
+        return self._parse(text[start + 5 : end]) if start >= 0 else None
+
+    @staticmethod
+    def _parse(text: bytes) -> _Usage | None:
+        try:
+            return msgspec.json.decode(text, type=_Answer).usage
+        except msgspec.DecodeError:
+            return None
