@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from benchmarks import split_overhead
 from benchmarks.result import envelope
 
 SCHEMA = "splitserve.bench.kv-transfer/1"
@@ -39,8 +40,13 @@ class Shape:
         return self.blocks * 16
 
 
-def run(*, shape: Shape | None = None, rounds: int = _ROUNDS) -> dict[str, Any]:
-    """Measure and return the document of docs/BENCHMARKS.md."""
+def run(
+    *, shape: Shape | None = None, rounds: int = _ROUNDS, with_cluster: bool = True
+) -> dict[str, Any]:
+    """Measure and return one JSON document.
+
+    `with_cluster` adds what a split costs in time to first token, on a real cluster.
+    """
     from benchmarks import kv_transfer_ends as ends
 
     shape = shape or Shape()
@@ -49,12 +55,15 @@ def run(*, shape: Shape | None = None, rounds: int = _ROUNDS) -> dict[str, Any]:
     sender = context.Process(target=ends.serve_offers, args=(theirs, shape), daemon=True)
     sender.start()
     try:
-        return _measure(ours, shape, rounds)
+        result = _measure(ours, shape, rounds)
     finally:
         ours.send(None)
         sender.join(10)
         if sender.is_alive():
             sender.kill()
+    if with_cluster:
+        result["split"] = split_overhead.run()
+    return result
 
 
 def _measure(control: Connection, shape: Shape, rounds: int) -> dict[str, Any]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import os
-import signal
 import sys
-import threading
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +67,7 @@ def build(settings: WorkerSettings, folder: Path, model_hash: str) -> Worker:
         _engine_settings(settings, model),
         eos=frozenset(config.eos_ids),
         model_hash=model_hash,
+        vocab_size=config.vocab_size,
         make_detokenizer=lambda: IncrementalDetokenizer(tokenizer),
         allow_shared_memory=settings.shared_memory,
     )
@@ -83,6 +82,7 @@ def build(settings: WorkerSettings, folder: Path, model_hash: str) -> Worker:
         handoff_port=handoffs.port,
         started_s=time.time(),
         version=importlib.metadata.version("splitserve"),
+        instance=uuid.uuid4().hex,
     )
     return Worker(service, engine, handoffs)
 
@@ -92,8 +92,6 @@ def serve(settings: WorkerSettings, folder: Path, model_hash: str) -> int:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    if settings.parent_pid:
-        _leave_with(settings.parent_pid)
     worker = build(settings, folder, model_hash)
     worker.start()
     config = uvicorn.Config(
@@ -111,18 +109,6 @@ def serve(settings: WorkerSettings, folder: Path, model_hash: str) -> int:
     finally:
         worker.stop()
     return 0 if server.started else 1
-
-
-def _leave_with(parent_pid: int) -> None:
-    """End this process when its parent is gone, however it went."""
-
-    def watch() -> None:
-        while os.getppid() == parent_pid:
-            stop.wait(1.0)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    stop = threading.Event()
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

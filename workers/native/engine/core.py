@@ -27,10 +27,13 @@ from workers.native.engine.settings import EngineSettings
 from workers.native.engine.stats import EngineStats
 from workers.native.handoff.errors import HandoffBroken
 from workers.native.handoff.pull import Pulled
+from workers.native.kv.attention import PagedSession, Segment
 from workers.native.kv.blocks import BlockTable, OutOfBlocksError
 from workers.native.kv.pool import KvPool
 from workers.native.models.kv_session import KvSession
 from workers.native.sampling.sampler import rank_logprobs, sample
+
+_WARM_UP_TOKENS = 256
 
 log = logging.getLogger("splitserve.engine")
 
@@ -67,10 +70,34 @@ class EngineCore:
     def _can_admit(self) -> bool:
         return bool(self.waiting) and len(self.running) < self._settings.max_running
 
+    def warm_up(self) -> None:
+        """Run a prompt and two decode steps on scratch blocks, and note the speeds.
+
+        The first passes of a process are several times slower than later ones; no client should
+        be the one who finds out. To be called before any request.
+        """
+        tokens = min(_WARM_UP_TOKENS, self._context_limit - 1)
+        blocks = range(self._pool.layout.blocks_for(tokens + 1))
+        for rows, start in ((tokens, 0), (tokens, 0), (1, tokens), (1, tokens)):
+            session = PagedSession(self._pool, [Segment(blocks, start, rows)])
+            ids = torch.zeros(rows, dtype=torch.int64, device=self._pool.device)
+            positions = torch.arange(start, start + rows, device=self._pool.device)
+            last = torch.tensor([rows - 1], device=self._pool.device)
+            begun_s = self._clock()
+            self._model.forward(ids, positions, session, last).argmax().item()
+            duration_s = self._clock() - begun_s
+            if rows > 1:
+                self.stats.prefill_tok_s = rows / duration_s
+            else:
+                self.stats.decode_tok_s = 1 / duration_s
+
     # --- requests come and go -------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; it starts in a later step."""
+        if sequence.offer is not None and sequence.offer.ended:  # nobody would free its blocks
+            sequence.sink(Failed(HandoffBroken(f"the offer ended early: {sequence.offer.ended}")))
+            return
         self.waiting.append(sequence)
 
     def abort(self, request_id: str) -> None:
@@ -96,6 +123,7 @@ class EngineCore:
                 sequence.pull.cancel()
             if sequence.offer is not None:
                 sequence.offer.fail(str(error))
+            sequence.aborted = True  # a pull that ends later has nobody left to tell
             sequence.sink(Failed(error))
         for sequence in [s for s in self.running if not s.pulling and s.offer is None]:
             self.memory.release(sequence)
@@ -113,6 +141,8 @@ class EngineCore:
 
     def pull_ended(self, sequence: Sequence, result: Pulled | Exception) -> None:
         """The pull's thread is done: sample the first token, or fail the request."""
+        if sequence not in self.running and sequence not in self.waiting:
+            return  # it left while it waited for room: it has no blocks, and its end was told
         sequence.pulling = False
         if isinstance(result, Exception) or sequence.aborted:
             self._pull_failed(sequence, result)
@@ -129,12 +159,12 @@ class EngineCore:
         self._prompt_done(sequence, logits, report)
 
     def _pull_failed(self, sequence: Sequence, result: Pulled | Exception) -> None:
-        live = sequence in self.running or sequence in self.waiting
         if sequence in self.waiting:
             self.waiting.remove(sequence)
-        if live and not sequence.aborted and isinstance(result, Exception):
+        if not sequence.aborted and isinstance(result, Exception):
             self.stats.pull_failures += 1
             sequence.sink(Failed(result))
+        self.memory.scrub(sequence)
         self._retire(sequence, "abort" if sequence.aborted else "error")
 
     # --- one step -------------------------------------------------------------------------------
@@ -199,9 +229,10 @@ class EngineCore:
 
     def _preempt(self) -> None:
         movable = [s for s in self.running if not s.pulling and s.offer is None]
-        youngest = max(movable, key=lambda s: s.arrived_s)
+        youngest = max(movable, key=lambda s: (s.arrived_s, s.index))
         self.running.remove(youngest)
         self.memory.release(youngest)
+        youngest.prompt_entries.clear()  # they are noted again when the prompt is computed again
         self.waiting.appendleft(youngest)
         self.stats.preemptions += 1
         log.info("preempted %s: the KV cache is full", youngest.request_id)

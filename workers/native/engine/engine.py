@@ -62,6 +62,7 @@ class Engine:
         *,
         eos: frozenset[int],
         model_hash: str,
+        vocab_size: int,
         make_detokenizer: Callable[[], Detokenizer],
         allow_shared_memory: bool = True,
     ) -> None:
@@ -72,6 +73,7 @@ class Engine:
         self.pairing_key = f"weights={model_hash};{pool.layout.describe()}"
         self.offers = OfferTable(settings.lease_s, time.monotonic)
         self._salt = model_hash.encode()
+        self._logits_bytes = 4 * vocab_size
         self._make_detokenizer = make_detokenizer
         self._allow_shared_memory = allow_shared_memory
         self._core = EngineCore(model, pool, self.settings, eos, time.perf_counter)
@@ -83,7 +85,8 @@ class Engine:
     # --- from any thread ------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread."""
+        """Warm up, then start the thread."""
+        self._core.warm_up()
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
@@ -120,12 +123,13 @@ class Engine:
         parent, *siblings = [self._sequence(wish, fork, now_s) for fork in range(wish.choices)]
         parent.siblings = siblings
         parent.prompt_logprobs = wish.prompt_logprobs
-        if wish.source is not None:
-            parent.pull = self._pull(wish.source, wish.prompt)
-            name = "handoff-pull"
-            args = (parent, parent.pull)
-            threading.Thread(target=self._carry, args=args, name=name, daemon=True).start()
-        self._order(lambda core: core.add(parent))
+        if wish.source is None:
+            self._order(lambda core: core.add(parent))
+            return
+        parent.pull = self._pull(wish.source, wish.prompt)
+        self._order(lambda core: core.add(parent))  # first: a pull may fail at once
+        args = (parent, parent.pull)
+        threading.Thread(target=self._carry, args=args, name="handoff-pull", daemon=True).start()
 
     def offer(self, wish: Generation) -> Offer:
         """Queue a prompt to prefill for another worker; its KV waits in the returned offer."""
@@ -186,6 +190,7 @@ class Engine:
             len(prompt),
             self.pool,
             self.pairing_key,
+            self._logits_bytes,
             time.perf_counter,
             timeout_s=self.settings.peer_timeout_s,
             allow_shared=self._allow_shared_memory,
@@ -210,6 +215,7 @@ class Engine:
                 log.exception("a step failed; its requests get this error")
                 self._core.stats.failures += 1
                 self._core.fail_all(EngineStoppedError(f"the engine's step failed: {error}"))
+        self._obey(wait=False)  # whoever came in last must hear of it too
         self._core.fail_all(EngineStoppedError("the worker is shutting down"))
 
     def _obey(self, *, wait: bool) -> None:

@@ -15,10 +15,6 @@ class SequenceMemory:
         self.table = table
         self._size = pool.layout.block_tokens
 
-    def fits_at_all(self, tokens: int) -> bool:
-        """Whether a sequence of `tokens` could ever run here."""
-        return self._pool.layout.blocks_for(tokens) <= self.table.count
-
     def admit(self, sequence: Sequence) -> None:
         """Give blocks for all known tokens, the longest cached prefix first.
 
@@ -80,6 +76,15 @@ class SequenceMemory:
         rest = sequence.total % self._size
         if rest:
             self._pool.tensor[sequence.blocks[-1]][:, :, rest:] = 0
+
+    def scrub(self, sequence: Sequence) -> None:
+        """Zero the blocks that a failed hand-off was to fill.
+
+        Half of a block may be any bytes, NaN too, and attention multiplies what it masks by zero:
+        a NaN left behind would spoil whoever gets the block next.
+        """
+        for block in sequence.blocks[sequence.published :]:
+            self._pool.tensor[block].zero_()
 
     def release(self, sequence: Sequence) -> None:
         """Give all blocks back."""

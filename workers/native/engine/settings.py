@@ -21,4 +21,3 @@ class EngineSettings:
     max_context_tokens: int = 0  # 0: the model's own
     lease_s: float = 30.0
     peer_timeout_s: float = 10.0
-    pull_threads: int = 32

@@ -38,10 +38,12 @@ class TextStream:
         if not self._stops:
             return more
         self._held += more
-        hits = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(self._held.find(stop), len(stop)) for stop in self._stops]
+        hits = [(at + length, at) for at, length in found if at >= 0]
         if hits:
+            # The one that is complete first, however the text was cut into tokens.
             self.stopped = True
-            text, self._held = self._held[: min(hits)], ""
+            text, self._held = self._held[: min(hits)[1]], ""
             return text
         keep = max(self._overlap(stop) for stop in self._stops)
         cut = len(self._held) - keep

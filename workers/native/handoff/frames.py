@@ -132,7 +132,7 @@ class FrameSocket:
         self.read_into(header, memoryview(raw))
         try:
             fields = json.loads(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise HandoffCorrupt(f"{header.kind.name} is not JSON: {error}") from error
         if not isinstance(fields, dict):
             raise HandoffCorrupt(f"{header.kind.name} is not a JSON object")
@@ -153,10 +153,17 @@ class FrameSocket:
         if state.intdigest() != header.checksum:
             raise HandoffCorrupt(f"checksum of {header.kind.name} {header.index} does not match")
 
-    def close(self) -> None:
-        """Close, waking any thread that reads or writes."""
+    def interrupt(self) -> None:
+        """Make the thread that reads or writes fail at once; for any other thread.
+
+        It does not close: the descriptor could be another connection's by the time it is used.
+        """
         with contextlib.suppress(OSError):  # the peer closed it already
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close; for the thread that reads and writes."""
+        self.interrupt()
         self._socket.close()
 
     def _send(self, data: Bytes) -> None:

@@ -69,7 +69,7 @@ class Offer:
         """The reader is gone, for `reason`; the offer ends with it."""
         with self.changed:
             self.reading = False
-            self.ended = self.ended or reason
+            self.ended = self.ended or self.failure or reason
             ended = self.ended
         self.on_end(self, ended)
 
@@ -127,7 +127,8 @@ class OfferTable:
         """Give an offer to its one reader. Raises HandoffRefused with the reason."""
         with self._lock:
             offer = self._offers.get(offer_id)
-        if offer is None or not hmac.compare_digest(offer.key, key):
+        given = key.encode("utf-8", "replace")
+        if offer is None or not hmac.compare_digest(offer.key.encode(), given):
             raise HandoffRefused(
                 f"no offer {offer_id[:24]!r}: it was read, released, or its lease of "
                 f"{self._lease_s:g} s ran out; prefill again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -18,8 +19,9 @@ from workers.native.handoff.reference import HandoffReference
 from workers.native.handoff.shared_pool import SharedPool
 from workers.native.kv.pool import KvPool
 
+log = logging.getLogger("splitserve.handoff")
+
 _HEARTBEAT_S = 2.0
-_MAX_LOGITS_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Pull:
     prompt_tokens: int
     pool: KvPool
     pairing_key: str
+    logits_bytes: int
     clock: Callable[[], float]
     timeout_s: float = 10.0
     allow_shared: bool = True
@@ -76,34 +79,38 @@ class Pull:
             self._changed.notify_all()
             frames = self._frames
         if frames is not None:
-            frames.close()
+            frames.interrupt()
 
     def run(self) -> Pulled:
         """Do it all. Raises HandoffError; the blocks then hold nothing of use."""
         frames = self._connect()
+        shared: SharedPool | None = None
         try:
             share, block_bytes = self._greet(frames)
             blocks, start_block = self._await_room(frames)
-            shared = SharedPool.open(share, block_bytes) if share and self.allow_shared else None
+            if share is not None and self.allow_shared:
+                shared = SharedPool.open(share, block_bytes)
             frames.send_control(Kind.BEGIN, start_block=start_block, shared=shared is not None)
             pulled = self._receive(frames, blocks, start_block, shared)
             frames.send_control(Kind.DONE)
             return pulled
         finally:
             frames.close()
+            if shared is not None:
+                shared.close()
 
     def _connect(self) -> FrameSocket:
         address = (self.reference.host, self.reference.port)
         try:
             sock = socket.create_connection(address, self.timeout_s)
-        except OSError as error:
+        except (OSError, ValueError, OverflowError) as error:  # the last two: no such host or port
             where = f"{address[0]}:{address[1]}"
             raise HandoffBroken(f"cannot reach the prefill worker at {where}: {error}") from error
         frames = FrameSocket(sock, self.timeout_s)
         with self._changed:
             self._frames = frames
             if self._cancelled:
-                frames.close()
+                frames.interrupt()
         return frames
 
     def _greet(self, frames: FrameSocket) -> tuple[dict[str, object] | None, int]:
@@ -168,11 +175,8 @@ class Pull:
                     raise HandoffCorrupt(f"unexpected {header.kind.name}")
             transfer_s += self.clock() - started_s
 
-    @staticmethod
-    def _logits(frames: FrameSocket, header: Header) -> bytearray:
-        if not 0 < header.payload_bytes <= _MAX_LOGITS_BYTES:
-            raise HandoffCorrupt(f"logits of {header.payload_bytes} bytes")
-        logits = bytearray(header.payload_bytes)
+    def _logits(self, frames: FrameSocket, header: Header) -> bytearray:
+        logits = bytearray(self.logits_bytes)
         frames.read_into(header, memoryview(logits))
         return logits
 
@@ -210,3 +214,6 @@ def end_of(pull: Pull) -> Pulled | HandoffError:
         return pull.run()
     except HandoffError as error:
         return error
+    except Exception as error:  # task boundary: the engine waits for an end, whatever it is
+        log.exception("a hand-off failed in an unexpected way")
+        return HandoffBroken(f"unexpected {type(error).__name__}: {error}")

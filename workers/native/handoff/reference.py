@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
 from array import array
@@ -42,5 +41,5 @@ class HandoffReference:
                 str(fields["host"]),
                 int(fields["port"]),
             )
-        except (ValueError, KeyError, TypeError, binascii.Error) as error:
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise HandoffRefused(f"the hand-off reference is damaged: {error!r}") from error

@@ -18,6 +18,7 @@ log = logging.getLogger("splitserve.handoff")
 
 PEER_TIMEOUT_S = 10.0
 _HEARTBEAT_S = 1.0
+_RETRY_S = 0.2
 _MAX_READERS = 128
 
 
@@ -55,7 +56,7 @@ class HandoffServer:
         with self._open_lock:
             readers = list(self._open)
         for reader in readers:
-            reader.close()
+            reader.interrupt()
         self._table.end_all("shutdown")
 
     def _sweep(self) -> None:
@@ -66,8 +67,10 @@ class HandoffServer:
         while not self._stopping.is_set():
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if not self._stopping.wait(_RETRY_S):  # out of descriptors, or the caller has left
+                    log.warning("cannot accept a hand-off: %s", error)
+                continue
             if not self._slots.acquire(blocking=False):
                 sock.close()
                 continue
@@ -78,10 +81,14 @@ class HandoffServer:
         frames = FrameSocket(sock, PEER_TIMEOUT_S)
         with self._open_lock:
             self._open.add(frames)
+        if self._stopping.is_set():  # `stop` may have looked before this one was there
+            frames.interrupt()
         try:
             self._serve(frames)
         except HandoffError as error:
             log.warning("hand-off ended early: %s", error)
+        except Exception:  # task boundary: one reader's thread must not disturb the others
+            log.exception("a hand-off failed in an unexpected way")
         finally:
             with self._open_lock:
                 self._open.discard(frames)
@@ -105,8 +112,11 @@ class HandoffServer:
                 block_bytes=self._pool.layout.block_bytes,
                 share=self._share(),
             )
-            begin = self._await_begin(frames)
-            self._send_all(frames, offer, int(begin["start_block"]), bool(begin["shared"]))
+            begin = self._await_begin(frames, offer)
+            start = begin.get("start_block")
+            if not isinstance(start, int) or start < 0:
+                raise HandoffBroken(f"BEGIN asks for block {start!r}")
+            self._send_all(frames, offer, start, begin.get("shared") is True)
             if frames.read_header().kind is Kind.DONE:
                 reason = "read"
         finally:
@@ -133,8 +143,7 @@ class HandoffServer:
         token = self._pool.share_token.hex()
         return {"pid": os.getpid(), "fd": fd, "token": token, "blocks": self._pool.blocks}
 
-    @staticmethod
-    def _await_begin(frames: FrameSocket) -> dict[str, Any]:
+    def _await_begin(self, frames: FrameSocket, offer: Offer) -> dict[str, Any]:
         while True:
             header = frames.read_header()
             fields = frames.read_control(header)
@@ -142,6 +151,13 @@ class HandoffServer:
                 return fields
             if header.kind is not Kind.WAIT:
                 raise HandoffBroken(f"expected BEGIN, got {header.kind.name}")
+            self._check_live(frames, offer)  # nobody keeps KV for what was released meanwhile
+
+    @staticmethod
+    def _check_live(frames: FrameSocket, offer: Offer) -> None:
+        if offer.failure or offer.ended:
+            frames.send_control(Kind.FAILED, message=offer.failure or offer.ended)
+            raise HandoffRefused(offer.failure or offer.ended)
 
     def _send_all(self, frames: FrameSocket, offer: Offer, start: int, shared: bool) -> None:
         block = start
@@ -149,9 +165,7 @@ class HandoffServer:
             if not offer.wait_for(block, _HEARTBEAT_S):
                 frames.send_control(Kind.IDLE)
                 continue
-            if offer.failure or offer.ended:
-                frames.send_control(Kind.FAILED, message=offer.failure or offer.ended)
-                raise HandoffRefused(offer.failure or offer.ended)
+            self._check_live(frames, offer)
             while block < len(offer.blocks):
                 self._send_block(frames, offer.blocks[block], block, shared)
                 block += 1

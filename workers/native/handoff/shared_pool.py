@@ -28,8 +28,9 @@ class SharedPool:
         try:
             path = f"/proc/{int(share['pid'])}/fd/{int(share['fd'])}"
             token = bytes.fromhex(share["token"])
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except (OSError, ValueError, TypeError, KeyError):
+            # Whatever it is over there, a pipe even, opening it must not wait.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (OSError, ValueError, TypeError, LookupError, OverflowError):
             return None
         try:
             mapping = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
@@ -41,6 +42,10 @@ class SharedPool:
             mapping.close()
             return None
         return cls(mapping, block_bytes)
+
+    def close(self) -> None:
+        """Unmap; views of blocks must be gone."""
+        self._map.close()
 
     def block(self, number: int) -> memoryview:
         """Return the bytes of block `number`. Raises IndexError outside the pool."""

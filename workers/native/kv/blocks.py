@@ -100,10 +100,6 @@ class BlockTable:
             self._hashes[block] = key
             self._by_hash[key] = block
 
-    def is_shared(self, block: int) -> bool:
-        """True when somebody else holds it too, so it must not be written."""
-        return self._references[block] > 1
-
     def drop(self, blocks: Sequence[int]) -> None:
         """Give up one hold on each block; the last one makes it reusable or blank."""
         for block in reversed(blocks):  # the deepest prefix is evicted first

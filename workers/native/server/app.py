@@ -13,6 +13,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from workers.native.engine.errors import EngineError
+from workers.native.handoff.errors import HandoffError
 from workers.native.handoff.reference import HandoffReference
 from workers.native.models.errors import ModelError
 from workers.native.server import metrics, wire
@@ -54,7 +56,8 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="splitserve native worker", docs_url=None, redoc_url=None)
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
-    app.add_exception_handler(Exception, _answer_error)
+    for kind in (ModelError, EngineError, HandoffError, Exception):
+        app.add_exception_handler(kind, _answer_error)
     _add_openai_routes(app, service)
     _add_state_routes(app, service)
     _add_router_routes(app, service)

@@ -121,7 +121,7 @@ class GenerateFields(BaseModel):
             logit_bias=_biases(self.logit_bias, vocab_size),
             seed=secrets.randbits(64) if self.seed is None else self.seed & (2**64 - 1),
             stop=self.stops,
-            stop_token_ids=frozenset(self.stop_token_ids or ()),
+            stop_token_ids=_token_ids(self.stop_token_ids, vocab_size),
             ignore_eos=bool(self.ignore_eos),
             min_tokens=self.min_tokens or 0,
             max_tokens=max_tokens,
@@ -168,7 +168,7 @@ class TokenizeFields(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
 
 
@@ -206,10 +206,20 @@ def _refuse_extras(extra: dict[str, Any]) -> None:
             raise unsupported(name, "remove it, or use a worker with another engine")
 
 
+def _token_ids(given: list[int] | None, vocab_size: int) -> frozenset[int]:
+    for token_id in given or ():
+        if not 0 <= token_id < vocab_size:
+            raise bad_request(
+                f"'stop_token_ids': {token_id} is not a token id below {vocab_size}",
+                "stop_token_ids",
+            )
+    return frozenset(given or ())
+
+
 def _biases(given: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
     biases: dict[int, float] = {}
     for key, bias in (given or {}).items():
-        if not key.isdecimal() or int(key) >= vocab_size:
+        if not key.isdecimal() or len(key) > 9 or int(key) >= vocab_size:
             raise bad_request(
                 f"'logit_bias': {key[:20]!r} is not a token id below {vocab_size}", "logit_bias"
             )

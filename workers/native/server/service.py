@@ -19,7 +19,11 @@ _INLINE_CHARACTERS = 2000  # longer texts are tokenised off the event loop
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One loaded model and its engine. `role` is what the worker tells the router it is for."""
+    """One loaded model and its engine.
+
+    `role` is what the worker tells the router it is for; `instance` names this process, so that a
+    router notices a restart behind the same address.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
@@ -30,6 +34,7 @@ class Service:
     handoff_port: int
     started_s: float
     version: str
+    instance: str
 
     def check_model(self, name: str) -> None:
         """Raise ApiError 404 for a model this worker does not have."""
@@ -43,10 +48,14 @@ class Service:
         """Render the chat template and tokenise it."""
         messages = [_text_message(number, each) for number, each in enumerate(fields.messages)]
         add = fields.add_generation_prompt is not False
-        more = fields.chat_template_kwargs or {}
+        more = {"add_generation_prompt": add, **(fields.chat_template_kwargs or {})}
+        if taken := {"messages", "self"} & more.keys():
+            raise bad_request(
+                f"'chat_template_kwargs.{taken.pop()}' is taken; remove it", "chat_template_kwargs"
+            )
 
         def render() -> list[int]:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=add, **more)
+            text = self.tokenizer.apply_chat_template(messages, **more)
             return self.tokenizer.encode(text, add_special_tokens=False)
 
         try:

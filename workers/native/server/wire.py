@@ -30,6 +30,7 @@ def profile(service: Service) -> dict[str, Any]:
     return {
         "engine": "native",
         "version": service.version,
+        "instance": service.instance,
         "role": service.role,
         "models": [service.model_name],
         "connector": "native",
@@ -47,6 +48,7 @@ def load(service: Service) -> dict[str, Any]:
     """Return gauges of now."""
     stats = service.engine.stats()
     return {
+        "instance": service.instance,
         "running": stats.running,
         "waiting": stats.waiting,
         "kv_used_tokens": stats.kv_used_tokens,
@@ -90,11 +92,14 @@ class PrefillReply:
         self._wish = wish
         self._stream = stream
         self._host = host
+        self._offer_id = ""
         self._done = False
 
     def open(self) -> Offer:
         """Queue the prefill. Raises EngineError when the engine refuses."""
-        return self._service.engine.offer(self._wish)
+        offer = self._service.engine.offer(self._wish)
+        self._offer_id = offer.offer_id
+        return offer
 
     async def lines(self, offer: Offer) -> AsyncIterator[bytes]:
         """Yield the two lines."""
@@ -112,9 +117,10 @@ class PrefillReply:
         yield json.dumps(second).encode() + b"\n"
 
     def abandon(self) -> None:
-        """The router has left: stop the prefill unless it is done."""
+        """The router has left: stop the prefill, or drop its KV, unless it was told of it."""
         if not self._done:
             self._service.engine.abort(self._wish.request_id)
+            self._service.engine.offers.release(self._offer_id)
 
     @staticmethod
     def _last_line(output: Output) -> dict[str, Any]:

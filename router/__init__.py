@@ -1,0 +1,1 @@
+"""The HTTP edge of splitserve: one process between OpenAI clients and inference workers."""

@@ -1,0 +1,5 @@
+"""`python -m router ...` is `splitserve ...`."""
+
+from router.cli import main
+
+main()

@@ -1,0 +1,206 @@
+"""The sections of `splitserve.yaml`. A field's description says what to write there."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from router.errors import BadWorkerUrl
+from router.origin import parse_origin
+from splitserve.messages import Role, Slo
+
+_LISTEN = re.compile(r"((\[(?P<ipv6>[^\[\]]+)\]|(?P<name>[^:\s\[\]]+)):)?(?P<port>[0-9]{1,5})")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, and unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+Count = Annotated[int, Field(strict=True, gt=0)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+
+
+class Listen(Section):
+    """Where the router listens. In the file: `127.0.0.1:8000`, `[::1]:8000` or a port."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(strict=True, ge=0, le=65535)] = 8000
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine reaches the router."""
+        anywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+        return f"http://{Listen(host=anywhere.get(self.host, self.host), port=self.port)}"
+
+
+def parse_listen(value: object) -> Listen:
+    """Read host:port. Raises ValueError."""
+    if isinstance(value, Listen):
+        return value
+    found = _LISTEN.fullmatch(str(value))
+    if found is None or int(found["port"]) > 65535 or not _is_host(found):
+        raise ValueError(
+            f"{value!r} is no address; write host:port, like 127.0.0.1:8000 or [::1]:8000"
+        )
+    host = found["name"] or found["ipv6"] or "127.0.0.1"
+    return Listen(host=host, port=int(found["port"]))
+
+
+def _is_host(found: re.Match[str]) -> bool:
+    try:
+        return found["ipv6"] is None or bool(ipaddress.IPv6Address(found["ipv6"]))
+    except ValueError:
+        return False
+
+
+def _check_url(value: str) -> str:
+    try:
+        return parse_origin(value).url
+    except BadWorkerUrl as error:
+        raise ValueError(error.cause) from error
+
+
+def _check_name(value: str) -> str:
+    # Names travel in `x-splitserve-workers: prefill=ID,decode=ID` and in metric labels.
+    if not _NAME.fullmatch(value):
+        raise ValueError("a name is letters, digits, '.', '_', ':' and '-'")
+    return value
+
+
+Url = Annotated[str, AfterValidator(_check_url)]
+Name = Annotated[str, AfterValidator(_check_name)]
+
+
+class WorkerSpec(Section):
+    """One worker: where it runs (`url`) or how to start it (`start`, with `{port}`).
+
+    `model` None: take the models that probing finds.
+    """
+
+    url: Url | None = Field(
+        default=None, description="the worker's address, like http://10.0.0.5:8000"
+    )
+    start: str | None = Field(
+        default=None, description="a shell command with {port} where its port goes"
+    )
+    role: Role = Field(
+        default=Role.AUTO, description=f"one of {', '.join(Role)} (what this worker may do)"
+    )
+    name: Name | None = Field(default=None, description="a short name, like gpu-1, or leave it out")
+    courier: Url | None = Field(
+        default=None, description="the address of the courier beside a llama.cpp worker"
+    )
+    model: str | None = Field(
+        default=None,
+        min_length=1,
+        description="the model's name, or leave it out to serve what is found",
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.url is None) == (self.start is None):
+            raise ValueError("a worker has either url or start; write one of the two")
+        if self.start is not None and "{port}" not in self.start:
+            raise ValueError(
+                "start names no {port}; put {port} where the command takes its port, "
+                "like: vllm serve NAME --port {port}"
+            )
+        return self
+
+
+class ModelSpec(Section):
+    """The workers of one model."""
+
+    workers: tuple[WorkerSpec, ...] = Field(
+        min_length=1, description="a list of workers, like [{url: http://10.0.0.5:8000}]"
+    )
+
+
+class ServiceClass(Section):
+    """Latency targets of a class of requests. A class without any is served as fast as it goes."""
+
+    ttft_ms: Positive | None = Field(
+        default=None, description="milliseconds above 0 to the first token"
+    )
+    tpot_ms: Positive | None = Field(
+        default=None, description="milliseconds above 0 per output token"
+    )
+    deadline_ms: Positive | None = Field(
+        default=None, description="milliseconds above 0 to the last token"
+    )
+    deadline_s: Positive | None = Field(
+        default=None, description="seconds above 0 to the last token"
+    )
+
+    @model_validator(mode="after")
+    def _one_deadline(self) -> Self:
+        if self.deadline_ms is not None and self.deadline_s is not None:
+            raise ValueError("deadline_ms and deadline_s are the same target; write one of the two")
+        return self
+
+    @property
+    def slo(self) -> Slo:
+        """The targets in seconds."""
+        deadline_s = self.deadline_s if self.deadline_ms is None else self.deadline_ms / 1e3
+        return Slo(
+            None if self.ttft_ms is None else self.ttft_ms / 1e3,
+            None if self.tpot_ms is None else self.tpot_ms / 1e3,
+            deadline_s,
+        )
+
+
+KeyEnv = Annotated[
+    str,
+    Field(
+        pattern="^[A-Za-z_][A-Za-z0-9_]*$",
+        description="the name of the environment variable that holds the key, like ALICE_KEY",
+    ),
+]
+
+
+class Tenant(Section):
+    """Who may send requests, and how much."""
+
+    name: Name = Field(min_length=1, description="a short name, like alice")
+    key_env: KeyEnv
+    weight: Positive = Field(default=1.0, description="a share above 0; 1 is usual")
+    tokens_per_minute: Count | None = Field(
+        default=None, description="whole tokens per minute above 0"
+    )
+
+
+class Admin(Section):
+    """Who may use /admin."""
+
+    key_env: KeyEnv
+
+
+class Limits(Section):
+    """Bounds of the router. Deadlines are those of one call to a worker."""
+
+    max_body_bytes: Count = Field(default=32 << 20, description="a whole number of bytes above 0")
+    queue: Count = Field(default=4096, description="a whole number of waiting requests above 0")
+    attempts: Count = Field(default=3, description="a whole number of tries above 0")
+    max_wait_s: Positive = Field(
+        default=60.0, description="seconds above 0 a request may wait for a worker"
+    )
+    connect_s: Positive = Field(default=5.0, description="seconds above 0 to connect to a worker")
+    first_byte_s: Positive = Field(
+        default=300.0, description="seconds above 0 to a worker's first byte"
+    )
+    idle_s: Positive = Field(
+        default=120.0, description="seconds above 0 between two bytes of an answer"
+    )
+    drain_s: Positive = Field(
+        default=30.0, description="seconds above 0 to finish requests at shutdown"
+    )

@@ -1,0 +1,170 @@
+"""What one router process is told: `splitserve.yaml`, checked once and frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import yaml
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
+
+from router.errors import SettingsError
+from router.sections import (
+    Admin,
+    Limits,
+    Listen,
+    ModelSpec,
+    Positive,
+    Section,
+    ServiceClass,
+    Tenant,
+    WorkerSpec,
+    parse_listen,
+)
+from router.yaml_file import explain, read_yaml
+
+POLICIES = ("least-work",)
+
+
+def _default_classes() -> dict[str, ServiceClass]:
+    return {
+        "interactive": ServiceClass(ttft_ms=1000.0, tpot_ms=50.0),
+        "agent": ServiceClass(deadline_ms=5000.0),
+        "batch": ServiceClass(deadline_s=86400.0),
+    }
+
+
+class RouterSettings(Section):
+    """Everything the router is told at start. `workers` are those that belong to no named model."""
+
+    listen: Annotated[
+        Listen, BeforeValidator(parse_listen), PlainSerializer(str, return_type=str)
+    ] = Field(default=Listen())
+    models: dict[str, ModelSpec] = Field(
+        default={},
+        description="models by name, each with its workers: llama: {workers: [{url: ...}]}",
+    )
+    workers: tuple[WorkerSpec, ...] = Field(
+        default=(), description="a list of workers whose models are found by probing"
+    )
+    classes: dict[str, ServiceClass] = Field(
+        default_factory=_default_classes,
+        min_length=1,
+        description="classes by name, like interactive: {ttft_ms: 1000, tpot_ms: 50}",
+    )
+    default_class: str = Field(default="interactive", description="the name of one of the classes")
+    policy: str = Field(default=POLICIES[0], description=f"one of {', '.join(POLICIES)}")
+    tenants: tuple[Tenant, ...] = Field(default=(), description="a list of {name, key_env}")
+    admin: Admin | None = Field(default=None, description="{key_env: NAME_OF_A_VARIABLE}")
+    limits: Limits = Field(default=Limits(), description="a block of limits, like {queue: 4096}")
+    event_log: Path | None = Field(
+        default=None, description="the path of a file to record events in"
+    )
+    report_interval_s: Positive = Field(
+        default=1.0, description="seconds above 0 between two load reports"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.default_class not in self.classes:
+            raise ValueError(
+                f"default_class {self.default_class!r} is no class here; "
+                f"name one of {', '.join(self.classes)}"
+            )
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy {self.policy!r} is unknown; name {' or '.join(POLICIES)}")
+        _refuse_repeats("worker name", (w.name for w in self.worker_specs if w.name))
+        _refuse_repeats("worker", (f"{w.url} ({w.model})" for w in self.worker_specs if w.url))
+        _refuse_repeats("tenant", (tenant.name for tenant in self.tenants))
+        for name, spec in self.models.items():
+            for worker in spec.workers:
+                if worker.model not in (None, name):
+                    raise ValueError(
+                        f"a worker under models.{name} says model {worker.model!r}; "
+                        "leave its model out or move it"
+                    )
+        return self
+
+    @property
+    def worker_specs(self) -> tuple[WorkerSpec, ...]:
+        """Every worker of the file, each with its model's name filled in where there is one."""
+        named = [
+            worker.model_copy(update={"model": name})
+            for name, spec in self.models.items()
+            for worker in spec.workers
+        ]
+        return (*named, *self.workers)
+
+    def without_effect(self) -> list[str]:
+        """Name what is set here and not yet acted on by this version, one line each."""
+        idle = [
+            f"tenants.{tenant.name}: weight and tokens_per_minute are not enforced in this version"
+            for tenant in self.tenants
+            if tenant.tokens_per_minute is not None or tenant.weight != 1.0
+        ]
+        idle += [
+            f"worker {worker.name or worker.url}: its courier is not used in this version"
+            for worker in self.worker_specs
+            if worker.courier is not None
+        ]
+        return idle
+
+    def require_keys(self, environ: Mapping[str, str]) -> None:
+        """Raise SettingsError when a `key_env` names a variable that is not set."""
+        wanted = [(f"tenants[{i}]", each.key_env) for i, each in enumerate(self.tenants)]
+        if self.admin is not None:
+            wanted.append(("admin", self.admin.key_env))
+        for where, name in wanted:
+            if not environ.get(name):
+                raise SettingsError(
+                    f"{where}.key_env: environment variable {name} is not set; "
+                    f"export {name}=... or take this entry out"
+                )
+
+
+def _refuse_repeats(what: str, values: Iterator[str]) -> None:
+    seen: set[str] = set()
+    for value in values:
+        if value in seen:
+            raise ValueError(f"{what} {value} is there twice; take one out or rename it")
+        seen.add(value)
+
+
+def load(path: Path) -> RouterSettings:
+    """Read a configuration file. Raises SettingsError, whose text is one line with the mend."""
+    document = read_yaml(path)
+    try:
+        return RouterSettings.model_validate(document.data)
+    except ValidationError as error:
+        raise SettingsError(explain(error, RouterSettings, document)) from error
+
+
+def build(data: Mapping[str, Any]) -> RouterSettings:
+    """Make settings of what `load` would read from a file. Raises SettingsError."""
+    try:
+        return RouterSettings.model_validate(data)
+    except ValidationError as error:
+        raise SettingsError(explain(error, RouterSettings)) from error
+
+
+def dump(settings: RouterSettings) -> str:
+    """Write settings as YAML that `load` reads back to equal settings, without what is unset."""
+    data = settings.model_dump(mode="json", exclude_none=True)
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+
+
+__all__ = [
+    "POLICIES",
+    "Admin",
+    "Limits",
+    "Listen",
+    "ModelSpec",
+    "RouterSettings",
+    "ServiceClass",
+    "Tenant",
+    "WorkerSpec",
+    "build",
+    "dump",
+    "load",
+]

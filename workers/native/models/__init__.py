@@ -1,0 +1,1 @@
+"""Decoder models: configuration, weights, forward pass, tokenizer."""
