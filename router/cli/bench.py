@@ -40,10 +40,14 @@ def _measure(name: str, module: str, as_json: bool, out: Path | None) -> None:
     import json
     import sys
 
+    from benchmarks.errors import BenchmarkError
+
     try:
         measure = importlib.import_module(module).run
         with contextlib.redirect_stdout(sys.stderr):
             result: dict[str, Any] = measure()
+    except BenchmarkError as error:
+        raise CommandFailed(f"bench {name}: {error}") from error
     except ModuleNotFoundError as error:
         raise CommandFailed(
             f"bench {name} needs {error.name}, which is not installed; "

@@ -1,0 +1,1 @@
+"""Open-loop load, scenarios and comparisons, as code."""
