@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
-from router.backends.base import Backend, BackendCall, EngineRefused, PrefillDone
+from router.backends.base import (
+    Backend,
+    BackendCall,
+    EngineRefused,
+    PrefillDone,
+    quoted_error,
+)
 from router.dispatch import Dispatcher, Inbox
 from router.errors import LimitReached, TimedOut, UpstreamError
+from router.event_stream import EventCutter, bears_token, is_event_stream
 from router.telemetry.records import Record
 from router.upstream import UpstreamResponse
 from router.usage import UsageMeter
 from router.wire import Headers
 from splitserve import messages as m
 
+log = logging.getLogger("splitserve.answer")
+
 _ERROR_LIMIT_BYTES = 1 << 20
+_SUSPICIOUS = frozenset((m.Failure.UNREACHABLE, m.Failure.TIMEOUT, m.Failure.BROKEN))
 T = TypeVar("T")
 
 
@@ -42,13 +54,19 @@ class Output(Protocol):
 
 
 class RejectedError(Exception):
-    """The scheduler ended the request. `answer`: what the engine said, where it said something."""
+    """The scheduler ended the request. `answer`: what the engine said, where it said something.
 
-    def __init__(self, reject: m.Reject, answer: EngineAnswer | None, *, begun: bool) -> None:
+    `begun`: bytes have gone to the client. `timed_out`: a deadline ended the last attempt.
+    """
+
+    def __init__(
+        self, reject: m.Reject, answer: EngineAnswer | None, *, begun: bool, timed_out: bool
+    ) -> None:
         super().__init__(reject.detail)
         self.reject = reject
         self.answer = answer
         self.begun = begun
+        self.timed_out = timed_out
 
 
 class AbandonedError(Exception):
@@ -71,6 +89,7 @@ class Answer:
         self._stream = stream
         self._prefill: asyncio.Task[None] | None = None
         self._refused: EngineAnswer | None = None
+        self._last_failure: m.Failure | None = None
         self._begun = False
         self._abandoned = False
         self._wake: Callable[[], None] | None = None
@@ -86,48 +105,68 @@ class Answer:
         inbox = dispatcher.open(record)
         inbox.on_interrupt = self._interrupt
         try:
-            while not await self._obey(await self._next_command(inbox), output):
+            while not await self._obey(await self._next_command(inbox), inbox, output):
                 pass
         finally:
-            if self._prefill is not None and not self._prefill.done():
-                self._prefill.cancel()
+            self._end_prefill()
             record.finish = record.finish or "cancelled"
             dispatcher.close(record)
 
-    async def _obey(self, command: m.Command, output: Output) -> bool:
+    async def _obey(self, command: m.Command, inbox: Inbox, output: Output) -> bool:
         """Carry one command out; True when the answer is complete."""
-        record = self._record
         match command:
             case m.StartAggregated(_, attempt, worker_id, choice):
                 self._released(attempt, choice)
-                return await self._lead(output, worker_id, attempt, None)
+                return await self._lead(inbox, output, worker_id, attempt, None)
             case m.StartPrefill(_, attempt, worker_id, _, choice):
                 self._released(attempt, choice)
                 work = self._run_prefill(worker_id, attempt)
                 self._prefill = self._dispatcher.spawn(work)
             case m.StartDecode(_, attempt, worker_id, handoff):
-                return await self._lead(output, worker_id, attempt, handoff)
+                return await self._lead(inbox, output, worker_id, attempt, handoff)
             case m.Cancel():
-                if self._prefill is not None:
-                    self._prefill.cancel()
+                self._end_prefill()
             case m.Reject():
-                record.choice = record.choice if record.choice.chosen else command.choice
-                record.finish = command.refusal.value
-                raise RejectedError(command, self._refused, begun=self._begun)
+                self._rejected(command)
             case _:
                 raise AssertionError(f"{command!r} is not for a request")
         return False
 
     def _released(self, attempt: int, choice: m.Choice) -> None:
         record = self._record
-        record.choice, record.attempts = choice, attempt
+        last = f"attempt {attempt - 1}, "
+        if attempt > 1 and not any(line.startswith(last) for line in record.failures):
+            record.failures.append(f"{last}ended because a worker was lost")
+        if self._begun:  # only a lost worker leads here: the scheduler knew of no byte yet
+            request_id = record.request.request_id
+            self._rejected(m.Reject(request_id, m.Refusal.BROKEN, "the worker was lost"))
+        self._end_prefill()
+        self._refused = None
+        record.keep(choice)
+        record.attempts = attempt
         record.released_s = self._dispatcher.clock()
+
+    def _rejected(self, reject: m.Reject) -> NoReturn:
+        record = self._record
+        if self._begun:
+            reject = replace(reject, refusal=m.Refusal.BROKEN)
+        if record.choice.chosen is None:
+            record.keep(reject.choice)
+        record.finish = reject.refusal.value
+        timed_out = reject.refusal is m.Refusal.FAILED and self._last_failure is m.Failure.TIMEOUT
+        raise RejectedError(reject, self._refused, begun=self._begun, timed_out=timed_out)
+
+    def _end_prefill(self) -> None:
+        if self._prefill is not None:
+            self._prefill.cancel()
 
     # --- the leg that answers -------------------------------------------------------------------
 
     async def _lead(
-        self, output: Output, worker_id: str, attempt: int, handoff: m.Handoff | None
+        self, inbox: Inbox, output: Output, worker_id: str, attempt: int, handoff: m.Handoff | None
     ) -> bool:
+        if inbox.ready:  # what came meanwhile ends this attempt before it began
+            return False
         leg = m.Leg.AGGREGATED if handoff is None else m.Leg.DECODE
         backend = self._dispatcher.backends.get(worker_id)
         if backend is None:
@@ -151,19 +190,39 @@ class Answer:
                 await self._engine_error(backend, response, attempt, handoff)
                 return False
             piece = await anext(response, b"")
-            meter = UsageMeter(stream=self._stream)
-            if self._stream:
-                self._first_token(attempt, response.headers)
+            if self._stream and not piece:
+                leg = m.Leg.AGGREGATED if handoff is None else m.Leg.DECODE
+                detail = f"HTTP {response.status} and no byte of a stream"
+                self._failed(leg, backend.worker_id, attempt, m.Failure.UNREACHABLE, detail)
+                return False
             self._begun = True
             await output.start(response.status, response.headers)
-            while piece:
-                meter.see(piece)
-                await output.write(piece)
-                piece = await anext(response, b"")
+            meter = await self._pass_on(piece, response, output, attempt)
         self._note_handoff(response.headers)
         self._finished(attempt, meter)
         await output.finish()
         return True
+
+    async def _pass_on(
+        self, piece: bytes, response: UpstreamResponse, output: Output, attempt: int
+    ) -> UsageMeter:
+        """Relay the body, of which `piece` is the beginning."""
+        meter = UsageMeter(stream=self._stream)
+        cutter = EventCutter() if is_event_stream(response.headers) else None
+        waiting = self._stream
+        while piece:
+            whole = piece if cutter is None else cutter.whole(piece)
+            if waiting and (cutter is None or bears_token(whole)):
+                waiting = False
+                self._first_token(attempt, response.headers)
+            if whole:
+                meter.see(whole)
+                await output.write(whole)
+            piece = b"" if response.at_end else await anext(response, b"")
+        if cutter is not None and (rest := cutter.rest()):
+            meter.see(rest)
+            await output.write(rest)
+        return meter
 
     async def _engine_error(
         self, backend: Backend, response: UpstreamResponse, attempt: int, handoff: m.Handoff | None
@@ -177,7 +236,7 @@ class Answer:
             backend.worker_id,
             attempt,
             failure or m.Failure.REFUSED,
-            f"HTTP {response.status}",
+            f"HTTP {response.status}{quoted_error(body)}",
             final=failure is None,
         )
 
@@ -195,9 +254,9 @@ class Answer:
         record = self._record
         for name, value in headers:
             if name == b"x-splitserve-transfer-ms":
-                record.transfer_s = float(value) / 1e3
+                record.transfer_s = _figure(value) / 1e3
             elif name == b"x-splitserve-transfer-bytes":
-                record.transfer_bytes = int(value)
+                record.transfer_bytes = int(_figure(value))
 
     def _finished(self, attempt: int, meter: UsageMeter) -> None:
         record, counts = self._record, meter.counts()
@@ -206,15 +265,14 @@ class Answer:
         record.cached_tokens = counts.cached_tokens
         record.output_tokens = counts.output_tokens
         record.finish = "done"
-        self._dispatcher.finish(
-            record,
+        self._dispatcher.tell(
             m.DecodeFinished(
                 record.request.request_id,
                 attempt,
                 counts.prompt_tokens or 0,
                 counts.cached_tokens or 0,
                 counts.output_tokens,
-            ),
+            )
         )
 
     # --- the prefill leg ------------------------------------------------------------------------
@@ -249,11 +307,14 @@ class Answer:
                 worker_id,
                 attempt,
                 failure or m.Failure.REFUSED,
-                str(error),
+                f"{error}{quoted_error(error.body)}",
                 final=failure is None,
             )
         except UpstreamError as error:
             self._failed(m.Leg.PREFILL, worker_id, attempt, self._failure_of(error), str(error))
+        except Exception as error:  # task boundary: nobody awaits it, so it must not end unheard
+            log.exception("prefill on %s", worker_id)
+            self._failed(m.Leg.PREFILL, worker_id, attempt, m.Failure.UNREACHABLE, repr(error))
 
     # --- failures and interruptions -------------------------------------------------------------
 
@@ -267,8 +328,13 @@ class Answer:
         *,
         final: bool = False,
     ) -> None:
+        """Tell of it. Once bytes are out no other attempt can mend anything."""
         record = self._record
         record.failures.append(f"attempt {attempt}, {leg} on {worker_id}: {detail}")
+        self._last_failure = failure
+        if failure in _SUSPICIOUS:
+            self._dispatcher.suspect(worker_id)
+        final = final or (self._begun and leg is not m.Leg.PREFILL)
         self._dispatcher.tell(
             m.LegFailed(
                 record.request.request_id, attempt, leg, worker_id, failure, detail, final=final
@@ -304,6 +370,8 @@ class Answer:
                     raise AbandonedError
                 return await work()
         except TimeoutError:
+            if not scope.expired():
+                raise
             if self._abandoned:
                 raise AbandonedError from None
             raise InterruptedByCommand from None
@@ -314,3 +382,12 @@ class Answer:
         wake, self._wake = self._wake, None
         if wake is not None:
             wake()
+
+
+def _figure(value: bytes) -> float:
+    """Read a figure of a response header; 0 for what is none."""
+    try:
+        number = float(value)
+    except ValueError:
+        return 0.0
+    return number if math.isfinite(number) and number >= 0 else 0.0

@@ -22,6 +22,8 @@ from splitserve.scheduling import Scheduler
 
 log = logging.getLogger("splitserve.dispatch")
 
+_LAST_RELEASES_S = 1.0
+
 
 class EventSink(Protocol):
     """Records what the scheduler was told, for replay."""
@@ -40,12 +42,12 @@ class Inbox:
         self.on_interrupt: Callable[[], None] | None = None
 
     def put(self, command: m.Command) -> None:
-        """Add a command; one that ends the running leg interrupts it."""
+        """Add a command. While a leg answers, any command means that its attempt is over."""
         self._commands.append(command)
         if self._waiter is not None:
             if not self._waiter.done():
                 self._waiter.set_result(None)
-        elif self.on_interrupt is not None and isinstance(command, m.Cancel | m.Reject):
+        elif self.on_interrupt is not None:
             self.on_interrupt()
 
     @property
@@ -84,6 +86,7 @@ class Dispatcher:
         self.metrics = metrics
         self.backends: dict[str, Backend] = {}
         self.clock = clock
+        self.on_suspicion: Callable[[str], None] | None = None
         self._event_log = event_log
         self._inboxes: dict[str, Inbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -102,26 +105,36 @@ class Dispatcher:
         self.tell(m.RequestArrived(record.request))
         return inbox
 
-    def finish(self, record: Record, event: m.DecodeFinished) -> None:
-        """The answer is complete."""
-        self._inboxes.pop(record.request.request_id, None)
-        self.tell(event)
-        self.metrics.saw_end(record)
-
     def close(self, record: Record) -> None:
-        """The request's coroutine is over; end it in the scheduler if it has not ended there."""
+        """The request's coroutine is over, and with it the request.
+
+        The scheduler is told even after DecodeFinished: a worker that was declared lost in the
+        same turn of the loop had made that one stale, and another attempt was on its way.
+        """
         request_id = record.request.request_id
-        if self._inboxes.pop(request_id, None) is not None:
-            self.tell(m.RequestCancelled(request_id))
-            self.metrics.saw_end(record)
+        del self._inboxes[request_id]
+        self.tell(m.RequestCancelled(request_id))
+        self.metrics.saw_end(record)
 
     def tell(self, event: m.Event) -> None:
         """Step the scheduler and hand out what it commands."""
         now_s = self.clock()
         if self._event_log is not None:
-            self._event_log.write(now_s, event)
+            self._record(self._event_log, now_s, event)
         for command in self.scheduler.step(event, now_s):
             self._obey(command)
+
+    def suspect(self, worker_id: str) -> None:
+        """A call to this worker failed as if it were dead: whoever watches it should look now."""
+        if self.on_suspicion is not None:
+            self.on_suspicion(worker_id)
+
+    def _record(self, event_log: EventSink, now_s: float, event: m.Event) -> None:
+        try:
+            event_log.write(now_s, event)
+        except OSError as error:  # requests matter more; a log with a gap would not replay
+            log.error("the event log ends here: %s; free the disk and restart the router", error)
+            self._event_log = None
 
     def _obey(self, command: m.Command) -> None:
         match command:
@@ -163,9 +176,12 @@ class Dispatcher:
         return task
 
     async def shutdown(self) -> None:
-        """Cancel what runs beside requests."""
+        """End what runs beside requests; hand-offs get a moment to be released."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_LAST_RELEASES_S)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._event_log = None

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from dataclasses import dataclass, field, replace
 
-from router.backends.base import Backend
+from router.backends.base import Backend, WorkerRestarted
 from router.backends.native import NativeBackend
 from router.backends.openai import OpenAIBackend
 from router.dispatch import Dispatcher
@@ -39,6 +39,7 @@ class Member:
     model: str = ""
     backend: Backend | None = None
     snapshot: WorkerSnapshot | None = None
+    models_seen: tuple[str, ...] = ()
     misses: int = 0
     trouble: str = "not probed yet"
     draining: bool = False
@@ -86,15 +87,13 @@ class Registry:
         names = (f"{role.value}-{number}" for number in range(len(self.members) + 1))
         return next(name for name in names if name not in self.members)
 
-    async def remove(self, worker_id: str) -> None:
+    def remove(self, worker_id: str) -> None:
         """Forget a worker; requests on it are moved or fail."""
-        task = self._tasks.pop(worker_id)
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        self._tasks.pop(worker_id).cancel()
         member = self.members.pop(worker_id)
         self._lose(member, "removed")
-        self._upstream.forget(member.origin)
+        if all(other.origin != member.origin for other in self.members.values()):
+            self._upstream.forget(member.origin)
 
     def update(
         self, worker_id: str, *, role: Role | None = None, draining: bool | None = None
@@ -119,9 +118,9 @@ class Registry:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def unready_models(self, wanted: tuple[str, ...]) -> list[str]:
-        """Return the models among `wanted` (all that were ever seen, if none) nobody can serve."""
-        seen = wanted or tuple(sorted(self._dispatcher.scheduler.ledger.models_seen))
-        return [model for model in seen if not self._usable(model)]
+        """Return the models among `wanted` (those of all members, if none) nobody can serve."""
+        seen = {model for member in self.members.values() for model in member.models_seen}
+        return [model for model in wanted or sorted(seen) if not self._usable(model)]
 
     def _usable(self, model: str) -> bool:
         return any(
@@ -140,7 +139,8 @@ class Registry:
         while True:
             await self._poll(member)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(member.poked.wait(), self._interval_s)
+                async with asyncio.timeout(self._interval_s):
+                    await member.poked.wait()
             member.poked.clear()
 
     async def _poll(self, member: Member) -> None:
@@ -148,7 +148,13 @@ class Registry:
             if member.snapshot is None or member.backend is None:
                 await self._join(member)
             else:
-                self._report(member, await member.backend.load(member.snapshot))
+                fresh = await member.backend.load(member.snapshot)
+                # The role may have been changed while the worker answered.
+                self._report(member, replace(fresh, role=member.snapshot.role))
+        except WorkerRestarted as error:
+            self._lose(member, str(error))
+            member.trouble = str(error)
+            member.poked.set()  # what is there now can join at once
         except _PROBE_FAILED as error:
             self._missed(member, str(error))
         except Exception as error:  # task boundary: one odd worker must not end its watch
@@ -157,9 +163,9 @@ class Registry:
 
     async def _join(self, member: Member) -> None:
         backend, snapshot = await self._detect(member)
+        self._report(member, snapshot)
         member.backend = backend
         self._dispatcher.backends[member.worker_id] = backend
-        self._report(member, snapshot)
         log.info(
             "%s joined: %s at %s serves %s",
             member.worker_id, snapshot.engine, member.origin.url, ", ".join(snapshot.models),
@@ -184,7 +190,7 @@ class Registry:
             known = ", ".join(snapshot.models) or "no model"
             raise ValueError(f"it serves {known}, not {member.model or 'any'}")
         member.snapshot = replace(snapshot, models=models, draining=member.draining)
-        member.misses, member.trouble = 0, ""
+        member.misses, member.trouble, member.models_seen = 0, "", models
         self._dispatcher.tell(WorkerReported(member.snapshot))
 
     def _missed(self, member: Member, reason: str) -> None:
@@ -192,7 +198,7 @@ class Registry:
         if member.trouble != reason:
             log.warning("%s at %s: %s", member.worker_id, member.origin.url, reason)
         member.trouble = reason
-        if member.alive and (member.misses >= MISSES or "restarted" in reason):
+        if member.alive and member.misses >= MISSES:
             self._lose(member, reason)
 
     def _lose(self, member: Member, reason: str) -> None:

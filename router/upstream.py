@@ -80,11 +80,15 @@ class PoolState:
 
 @dataclass(slots=True)
 class _Pool:
-    """``in_use`` counts requests from before their connect until their response is closed."""
+    """``in_use`` counts requests from before their connect until their response is closed.
+
+    The pool of a worker that was removed is ``forgotten``: nothing goes back to it.
+    """
 
     idle: deque[HttpConnection] = field(default_factory=deque)
     open: set[HttpConnection] = field(default_factory=set)
     in_use: int = 0
+    forgotten: bool = False
 
 
 class HttpResponse:
@@ -211,8 +215,10 @@ class HttpUpstream:
     def forget(self, origin: Origin) -> None:
         """Close a removed worker's idle connections; those in use close when they are released."""
         pool = self._pools.pop(origin, None)
-        while pool is not None and pool.idle:
-            pool.idle.pop().abort()
+        if pool is not None:
+            pool.forgotten = True
+            while pool.idle:
+                pool.idle.pop().abort()
 
     def close(self) -> None:
         """Close every connection; requests in flight see ClosedEarly."""
@@ -286,7 +292,11 @@ async def _exchange(
 
 def _release(pool: _Pool, connection: HttpConnection) -> None:
     pool.in_use -= 1
-    if connection.finish():
+    if not connection.finish():
+        return
+    if pool.forgotten:
+        connection.abort()
+    else:
         pool.idle.append(connection)
 
 

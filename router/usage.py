@@ -5,12 +5,14 @@ Only the end of a stream is looked at: OpenAI servers send usage in the last chu
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import msgspec
 
 _TAIL_BYTES = 8 * 1024
 _WHOLE_BYTES = 1 << 20
+_LAST_EVENTS = 4  # usage, [DONE], and what an engine may put around them
 
 
 class _Details(msgspec.Struct):
@@ -25,6 +27,9 @@ class _Usage(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     usage: _Usage | None = None
+
+
+_ANSWER = msgspec.json.Decoder(_Answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +49,20 @@ class UsageMeter:
 
     def __init__(self, *, stream: bool) -> None:
         self._stream = stream
-        self._kept: list[bytes] = []
+        self._kept: deque[bytes] = deque()
         self._kept_bytes = 0
         self._events = 0
         self._bytes = 0
 
     def see(self, piece: bytes) -> None:
-        """Take note of a relayed piece."""
+        """Take note of a relayed piece; of a stream, whole events."""
         self._bytes += len(piece)
         if self._stream:
             self._events += piece.count(b"\n\n")
             self._kept.append(piece)
             self._kept_bytes += len(piece)
             while self._kept_bytes - len(self._kept[0]) > _TAIL_BYTES:
-                self._kept_bytes -= len(self._kept.pop(0))
+                self._kept_bytes -= len(self._kept.popleft())
         elif self._bytes <= _WHOLE_BYTES:
             self._kept.append(piece)
 
@@ -65,23 +70,26 @@ class UsageMeter:
         """Return what was found."""
         text = b"".join(self._kept)
         usage = self._from_stream(text) if self._stream else self._parse(text)
-        if usage is None or usage.completion_tokens is None:
+        if usage is None:
             return TokenCounts(None, None, max(0, self._events - 2), exact=False)
         details = usage.prompt_tokens_details
         cached_tokens = details.cached_tokens if details else None
-        return TokenCounts(usage.prompt_tokens, cached_tokens, usage.completion_tokens, exact=True)
+        # Embeddings and the like have no completion tokens: they generate none.
+        return TokenCounts(
+            usage.prompt_tokens, cached_tokens, usage.completion_tokens or 0, exact=True
+        )
 
     def _from_stream(self, text: bytes) -> _Usage | None:
-        at = text.rfind(b'"usage":{')
-        if at < 0:
-            return None
-        start = text.rfind(b"data:", 0, at)
-        end = text.find(b"\n", at)
-        return self._parse(text[start + 5 : end]) if start >= 0 else None
+        for event in reversed((b"\n" + text).rsplit(b"\ndata:", _LAST_EVENTS)[1:]):
+            line = event.partition(b"\n")[0]
+            usage = self._parse(line) if b'"usage"' in line else None
+            if usage is not None:
+                return usage
+        return None
 
     @staticmethod
     def _parse(text: bytes) -> _Usage | None:
         try:
-            return msgspec.json.decode(text, type=_Answer).usage
+            return _ANSWER.decode(text).usage
         except msgspec.DecodeError:
             return None

@@ -16,6 +16,8 @@ class Keyring:
     """Knows hashes of keys only; compares in constant time."""
 
     def __init__(self, settings: RouterSettings, environ: Mapping[str, str]) -> None:
+        """Raises SettingsError for a key that is not set: an empty one would let everybody in."""
+        settings.require_keys(environ)
         self._tenants = [
             (tenant.name, _digest(environ[tenant.key_env].encode())) for tenant in settings.tenants
         ]
@@ -46,10 +48,16 @@ class Keyring:
                 )
                 raise ApiError(403, message, code="admin_off")
             return
-        if not hmac.compare_digest(self._admin, _digest(_bearer(headers))):
+        if not self.is_admin(headers):
             raise ApiError(
                 401, "no valid admin key; send 'Authorization: Bearer KEY'", code="invalid_api_key"
             )
+
+    def is_admin(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Say whether the admin key is configured and given."""
+        return self._admin is not None and hmac.compare_digest(
+            self._admin, _digest(_bearer(headers))
+        )
 
     @property
     def open(self) -> bool:

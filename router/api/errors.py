@@ -37,6 +37,7 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
+        message = " ".join(message.split())  # one line, whatever a client named its model
         super().__init__(message)
         self.status = status
         self.message = message
@@ -69,11 +70,9 @@ class ApiError(Exception):
         return b"data: " + self.body() + b"\n\n"
 
 
-def from_reject(reject: Reject) -> ApiError:
-    """Turn the scheduler's refusal into an answer."""
-    status, code = _STATUS[reject.refusal]
-    if "deadline" in reject.detail or "no first byte" in reject.detail:
-        status, code = 504, "worker_timeout"
+def from_reject(reject: Reject, *, timed_out: bool = False) -> ApiError:
+    """Turn the scheduler's refusal into an answer. `timed_out`: a deadline of ours ended it."""
+    status, code = (504, "worker_timeout") if timed_out else _STATUS[reject.refusal]
     return ApiError(
         status,
         f"{reject.detail}; {_MEND[reject.refusal]}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -20,24 +21,29 @@ from router.api.errors import ApiError, from_reject
 from router.api.intake import read
 from router.backends.base import BackendCall
 from router.dispatch import Dispatcher
+from router.event_stream import is_event_stream
 from router.settings import RouterSettings
 from router.telemetry.records import Record, workers_of
-from router.wire import HOP_BY_HOP, Headers
+from router.wire import Headers, end_to_end
+
+log = logging.getLogger("splitserve.api")
 
 # Not passed on to workers: keys of this hop, and fields that the hand-off or the framing own.
-_KEPT_BACK = HOP_BY_HOP | {
-    b"host",
-    b"content-length",
-    b"authorization",
-    b"cookie",
-    b"x-api-key",
-    b"api-key",
-    b"accept-encoding",
-    b"expect",
-    b"x-request-id",
-    b"x-data-parallel-rank",
-    b"x-vllm-priority",
-}
+_KEPT_BACK = frozenset(
+    (
+        b"host",
+        b"content-length",
+        b"authorization",
+        b"cookie",
+        b"x-api-key",
+        b"api-key",
+        b"accept-encoding",
+        b"expect",
+        b"x-request-id",
+        b"x-data-parallel-rank",
+        b"x-vllm-priority",
+    )
+)
 # Not passed back: ours are set anew, and the server adds its own date.
 _OURS = frozenset((b"x-request-id", b"date", b"server"))
 _PREFIX = b"x-splitserve-"
@@ -81,17 +87,25 @@ class GenerateEndpoint:
             )
             output.record = record
             passed_on = _passed_on(scope["headers"], request_id)
-            call = BackendCall(scope["raw_path"], body, passed_on)
+            call = BackendCall(_target(scope), body, passed_on)
             answer = Answer(self._dispatcher, call, record, stream=intake.stream)
             await self._run(answer, output, receive)
         except ApiError as error:
             await output.fail(error)
         except AbandonedError:
             return
+        except Exception:  # task boundary: the client must hear that it ended
+            log.exception("request %s", request_id)
+            if not output.begun:
+                message = "the router made an error; its log says more"
+                await output.fail(ApiError(500, message, code="internal_error"))
 
     def _tenant(self, headers: Mapping[bytes, bytes]) -> str:
+        forcing = any(name in headers for name in _FORCING)
+        if forcing and self._keyring.is_admin(headers):
+            return ""
         tenant = self._keyring.tenant(headers)
-        if not self._keyring.open and any(name in headers for name in _FORCING):
+        if forcing and not self._keyring.open:
             message = (
                 "x-splitserve-plan and -worker need the admin key where tenants are configured"
             )
@@ -104,6 +118,8 @@ class GenerateEndpoint:
             name = kind[:60].decode("latin-1")
             raise ApiError(415, f"content-type {name!r}: send application/json")
         limit_bytes = self._settings.limits.max_body_bytes
+        if int(headers.get(b"content-length", b"0")) > limit_bytes:
+            raise ApiError(413, f"the body is over {limit_bytes} bytes; send less")
         pieces: list[bytes] = []
         size_bytes = 0
         while True:
@@ -136,10 +152,19 @@ async def _watch(receive: Receive, answer: Answer) -> None:
         answer.abandon()
 
 
+def _target(scope: Scope) -> bytes:
+    """Return path and query as they came. Raises ApiError for a path that leaves /v1."""
+    if any(part in ("..", ".") for part in scope["path"].split("/")):
+        raise ApiError(404, "the path has a '.' or '..' segment; write it out", code="bad_path")
+    path: bytes = scope["raw_path"]
+    query: bytes = scope["query_string"]
+    return path + b"?" + query if query else path
+
+
 def _passed_on(headers: Headers, request_id: str) -> list[tuple[bytes, bytes]]:
     kept = [
         field
-        for field in headers
+        for field in end_to_end(headers)
         if field[0] not in _KEPT_BACK and not field[0].startswith(_PREFIX)
     ]
     kept.append((b"x-request-id", request_id.encode()))
@@ -152,6 +177,8 @@ class ClientOutput:
     def __init__(self, send: Send, echoed_id: bytes) -> None:
         self._send = send
         self._echoed_id = echoed_id
+        self._takes_events = False
+        self.begun = False
         self.record: Record | None = None
 
     async def start(self, status: int, headers: Headers) -> None:
@@ -160,6 +187,9 @@ class ClientOutput:
             field for field in headers if field[0] not in _OURS and not field[0].startswith(_PREFIX)
         ]
         fields += self._own_headers()
+        framed = any(name == b"content-length" for name, _ in fields)
+        self._takes_events = is_event_stream(headers) and not framed
+        self.begun = True
         await self._send({"type": "http.response.start", "status": status, "headers": fields})
 
     async def write(self, piece: bytes) -> None:
@@ -171,16 +201,22 @@ class ClientOutput:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def reject(self, error: RejectedError) -> None:
-        """Answer a refusal: the engine's own words where they are the client's business."""
+        """Answer a refusal: the engine's own words where they are the client's business.
+
+        An answer that had begun and is no event stream is left unfinished: the server closes the
+        connection then, which is all that can tell the client.
+        """
+        known = from_reject(error.reject, timed_out=error.timed_out)
         if error.begun:
-            await self.write(from_reject(error.reject).event())
-            await self.finish()
+            if self._takes_events:
+                await self.write(known.event())
+                await self.finish()
         elif error.answer is not None and error.answer.status < 500:
             await self.start(error.answer.status, error.answer.headers)
             await self.write(error.answer.body)
             await self.finish()
         else:
-            await self.fail(from_reject(error.reject))
+            await self.fail(known)
 
     async def fail(self, error: ApiError) -> None:
         """Answer an error of our own."""
@@ -193,6 +229,7 @@ class ClientOutput:
         if error.retry_after_s is not None:
             fields.append((b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
         status = {"type": "http.response.start", "status": error.status, "headers": fields}
+        self.begun = True
         await self._send(status)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 

@@ -5,6 +5,7 @@ The body itself is passed on as it came. A field the router does not know is non
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -40,6 +41,7 @@ class Fields(msgspec.Struct):
     logprobs: bool | int | None = None
 
 
+_NOT_EMPTY_LIST = re.compile(rb"\[\s*[^\s\]]")
 _DECODER = msgspec.json.Decoder(Fields)
 
 
@@ -83,6 +85,8 @@ def read(
 
 def _decode(body: bytes) -> Fields:
     try:
+        if not body.isascii():
+            body.decode()  # what is skipped below is not checked, and engines trip over it
         return _DECODER.decode(body)
     except msgspec.ValidationError as error:
         message = str(error)
@@ -104,8 +108,9 @@ def _require(path: str, fields: Fields) -> None:
     raw = getattr(fields, name)
     if bytes(raw) in (b"", b"null"):
         raise ApiError(400, f"'{name}' is required", code="missing_required_parameter", param=name)
-    if name == "messages" and bytes(raw)[:1] != b"[":
-        raise ApiError(400, "'messages' must be a list", code="invalid_value", param=name)
+    if name == "messages" and not _NOT_EMPTY_LIST.match(raw):
+        message = "'messages' must be a list with at least one message"
+        raise ApiError(400, message, code="invalid_value", param=name)
 
 
 def _prompt_tokens(fields: Fields) -> int:
@@ -129,7 +134,7 @@ def _unsplittable(path: str, fields: Fields) -> str:
 
 
 def _is_several(raw: bytes) -> bool:
-    return len(msgspec.json.decode(raw, type=list[str | msgspec.Raw])) > 1
+    return len(msgspec.json.decode(raw, type=list[msgspec.Raw])) > 1
 
 
 def _service_class(fields: Fields, headers: Mapping[bytes, bytes], settings: RouterSettings) -> str:

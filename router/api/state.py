@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 
@@ -13,6 +13,7 @@ from router.api.errors import ApiError
 from router.dispatch import Dispatcher
 from router.errors import BadWorkerUrl
 from router.registry import Member, Registry
+from router.sections import Name
 from splitserve.messages import Role
 
 
@@ -22,7 +23,7 @@ class NewWorker(BaseModel):
     model_config = ConfigDict(extra="forbid")
     url: str
     role: Role = Role.AUTO
-    name: str = ""
+    name: Name | Literal[""] = ""
     model: str = ""
 
 
@@ -56,7 +57,7 @@ class StateRoutes:
         app.get("/metrics")(self.metrics)
         app.get("/v1/models")(self.models)
         app.get("/v1/models/{name:path}")(self.model)
-        admin = APIRouter(prefix="/admin")
+        admin = APIRouter(prefix="/admin", dependencies=[Depends(self.admin_only)])
         admin.get("/workers")(self.workers)
         admin.post("/workers", status_code=201)(self.add_worker)
         admin.patch("/workers/{worker_id}")(self.change_worker)
@@ -64,6 +65,10 @@ class StateRoutes:
         admin.get("/requests/{request_id}")(self.request)
         admin.get("/decisions")(self.decisions)
         app.include_router(admin)
+
+    async def admin_only(self, request: Request) -> None:
+        """Raise ApiError unless the request may use /admin."""
+        self._keyring.require_admin(dict(request.headers.raw))
 
     async def health(self) -> dict[str, str]:
         """Say that the process is alive."""
@@ -97,50 +102,40 @@ class StateRoutes:
             raise ApiError(404, message, code="model_not_found", param="model")
         return _card(name)
 
-    async def workers(self, request: Request) -> dict[str, Any]:
+    async def workers(self) -> dict[str, Any]:
         """List workers with state, load and trouble."""
-        self._keyring.require_admin(dict(request.headers.raw))
         return {"workers": [self._show(member) for member in self._registry.members.values()]}
 
-    async def add_worker(self, wish: NewWorker, request: Request) -> dict[str, Any]:
+    async def add_worker(self, wish: NewWorker) -> dict[str, Any]:
         """Begin to watch a worker; it is used once it answers."""
-        self._keyring.require_admin(dict(request.headers.raw))
         try:
             member = self._registry.add(wish.url, wish.role, wish.name, wish.model)
         except (BadWorkerUrl, ValueError) as error:
             raise ApiError(400, str(error), code="bad_worker", param="url") from error
         return self._show(member)
 
-    async def change_worker(
-        self, worker_id: str, wish: WorkerChange, request: Request
-    ) -> dict[str, Any]:
+    async def change_worker(self, worker_id: str, wish: WorkerChange) -> dict[str, Any]:
         """Change a worker's role, or drain it."""
-        self._keyring.require_admin(dict(request.headers.raw))
         member = self._member(worker_id)
         self._registry.update(worker_id, role=wish.role, draining=wish.drain)
         return self._show(member)
 
-    async def remove_worker(self, worker_id: str, request: Request) -> dict[str, bool]:
+    async def remove_worker(self, worker_id: str) -> dict[str, bool]:
         """Forget a worker."""
-        self._keyring.require_admin(dict(request.headers.raw))
         self._member(worker_id)
-        await self._registry.remove(worker_id)
+        self._registry.remove(worker_id)
         return {"removed": True}
 
-    async def request(self, request_id: str, request: Request) -> dict[str, Any]:
+    async def request(self, request_id: str) -> dict[str, Any]:
         """Show one decision record."""
-        self._keyring.require_admin(dict(request.headers.raw))
         record = self._dispatcher.records.find(request_id)
         if record is None:
             message = f"no request {request_id[:80]!r}; only the latest are kept"
             raise ApiError(404, message, code="request_not_found")
         return record.to_json()
 
-    async def decisions(
-        self, request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 50
-    ) -> dict[str, Any]:
+    async def decisions(self, limit: Annotated[int, Query(ge=1, le=1000)] = 50) -> dict[str, Any]:
         """Show the latest decision records, newest first."""
-        self._keyring.require_admin(dict(request.headers.raw))
         return {"decisions": [r.to_json() for r in self._dispatcher.records.latest(limit)]}
 
     def _member(self, worker_id: str) -> Member:

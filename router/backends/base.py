@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from router.upstream import UpstreamResponse
 from router.wire import Headers
 from splitserve.messages import Failure, Handoff, WorkerSnapshot
@@ -37,6 +39,27 @@ class EngineRefused(Exception):
         self.status = status
         self.headers = headers
         self.body = body
+
+
+class _Said(msgspec.Struct):
+    message: str = ""
+
+
+class _Envelope(msgspec.Struct):
+    error: _Said
+
+
+def quoted_error(body: bytes) -> str:
+    """Return ": " and the message of an OpenAI error body, in one short line; "" without one."""
+    try:
+        message = msgspec.json.decode(body, type=_Envelope).error.message
+    except msgspec.DecodeError:
+        return ""
+    return f": {' '.join(message.split())[:200]}" if message else ""
+
+
+class WorkerRestarted(ValueError):
+    """Another process answers at the worker's address."""
 
 
 class Backend(Protocol):

@@ -6,15 +6,17 @@ the decode worker pulls KV from the prefill worker as it is computed.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+import contextlib
+from collections.abc import AsyncGenerator
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
+from urllib.parse import quote
 
 import msgspec
 
-from router.backends.base import BackendCall, EngineRefused, PrefillDone
+from router.backends.base import BackendCall, EngineRefused, PrefillDone, WorkerRestarted
 from router.backends.probing import get_json
-from router.errors import Malformed
+from router.errors import Malformed, UpstreamError
 from router.origin import Origin
 from router.upstream import Upstream, UpstreamResponse
 from router.wire import Deadlines
@@ -60,7 +62,7 @@ class _Finished(msgspec.Struct):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     prefill_ms: float = 0.0
-    error: msgspec.Raw | None = None
+    error: dict[str, Any] | None = None
 
 
 class _ErrorBody(msgspec.Struct):
@@ -112,7 +114,7 @@ class NativeBackend:
         )
 
     async def load(self, known: WorkerSnapshot) -> WorkerSnapshot:
-        """Read gauges. Raises ValueError when another process has taken the worker's place."""
+        """Read gauges. Raises WorkerRestarted when another process has taken its place."""
         status, body = await get_json(self._upstream, self.origin, b"/splitserve/load")
         if status != 200:
             raise ValueError(f"GET /splitserve/load answered {status}")
@@ -121,7 +123,7 @@ class NativeBackend:
         except msgspec.DecodeError as error:
             raise ValueError(f"GET /splitserve/load: {error}") from error
         if load.instance != self._instance:
-            raise ValueError("the worker was restarted")
+            raise WorkerRestarted("the worker was restarted")
         return replace(
             known,
             running=load.running,
@@ -141,21 +143,27 @@ class NativeBackend:
             body=call.body,
             deadlines=self._deadlines,
         )
-        async with response:
+        async with response, contextlib.aclosing(self._lines(response)) as lines:
             if response.status != 200:
                 body = await response.read(_LINE_LIMIT_BYTES)
                 raise EngineRefused(response.status, response.headers, body)
-            lines = self._lines(response)
-            offer = self._parse(await anext(lines, b""), _Offer)
-            yield Handoff(offer.handoff_id, self.worker_id, CONNECTOR, offer.attributes)
+            yield self._handoff(self._parse(await anext(lines, b""), _Offer))
             last = await anext(lines, b"")
             done = self._parse(last, _Finished)
             if done.error is not None:
                 raise EngineRefused(502, response.headers, last)
             yield PrefillDone(done.prompt_tokens, done.cached_tokens, done.prefill_ms / 1e3)
+            with contextlib.suppress(UpstreamError):
+                await anext(lines, b"")  # to its end, so that the connection can be used again
+
+    def _handoff(self, offer: _Offer) -> Handoff:
+        word = offer.attributes
+        if not (word.isascii() and word.isprintable()):
+            raise Malformed(self.origin.url, "the attributes of a hand-off do not fit in a header")
+        return Handoff(offer.handoff_id, self.worker_id, CONNECTOR, word)
 
     @staticmethod
-    async def _lines(response: UpstreamResponse) -> AsyncIterator[bytes]:
+    async def _lines(response: UpstreamResponse) -> AsyncGenerator[bytes, None]:
         held = b""
         async for piece in response:
             held += piece
@@ -189,7 +197,7 @@ class NativeBackend:
         """Free an offer. One that was read is free already."""
         if consumed:
             return
-        path = f"/splitserve/release/{handoff.handoff_id}".encode()
+        path = b"/splitserve/release/" + quote(handoff.handoff_id, safe="").encode()
         async with await self._upstream.request(
             self.origin, b"POST", path, deadlines=self._deadlines
         ) as response:

@@ -12,6 +12,8 @@ from typing import Any
 
 from splitserve.messages import Candidate, Choice, GenerateRequest, PlanKind
 
+_KEPT_CANDIDATES = 32
+
 
 @dataclass(slots=True)
 class Record:
@@ -22,6 +24,7 @@ class Record:
     arrived_s: float
     client_id: str = ""
     choice: Choice = field(default_factory=Choice)
+    candidates_left_out: int = 0
     attempts: int = 0
     released_s: float | None = None
     first_token_s: float | None = None
@@ -34,6 +37,17 @@ class Record:
     output_tokens: int = 0
     finish: str = ""
     failures: list[str] = field(default_factory=list)
+
+    def keep(self, choice: Choice) -> None:
+        """Take a decision in: of a large fleet's many candidates, the chosen and the soonest."""
+        candidates = choice.candidates
+        self.candidates_left_out = max(0, len(candidates) - _KEPT_CANDIDATES)
+        if self.candidates_left_out:
+            best = sorted(candidates, key=lambda c: (not c.feasible, c.predicted_ttft_s))
+            best = [each for each in best if each is not choice.chosen]
+            first = [] if choice.chosen is None else [choice.chosen]
+            choice = Choice(tuple([*first, *best][:_KEPT_CANDIDATES]), choice.chosen)
+        self.choice = choice
 
     @property
     def queue_s(self) -> float:
@@ -84,6 +98,7 @@ class Record:
             "prompt_tokens": self.prompt_tokens or request.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "candidates": [_candidate(each) for each in self.choice.candidates],
+            "candidates_left_out": self.candidates_left_out,
             "chosen": None if chosen is None else _candidate(chosen),
             "attempts": self.attempts,
             "failures": self.failures,

@@ -133,7 +133,7 @@ def test_keys_must_be_in_the_environment(full: RouterSettings) -> None:
 
 
 def test_what_is_set_without_effect_is_named(tmp_path: Path) -> None:
-    settings_ = settings.build(
+    settings_ = build(
         {
             "tenants": [{"name": "alice", "key_env": "K", "tokens_per_minute": 5}],
             "workers": [{"url": "http://a:1", "name": "mac", "courier": "http://a:2"}],
@@ -143,4 +143,4 @@ def test_what_is_set_without_effect_is_named(tmp_path: Path) -> None:
     assert len(lines) == 2
     assert "tenants.alice" in lines[0]
     assert "worker mac" in lines[1]
-    assert settings.build({"workers": [{"url": "http://a:1"}]}).without_effect() == []
+    assert build({"workers": [{"url": "http://a:1"}]}).without_effect() == []
