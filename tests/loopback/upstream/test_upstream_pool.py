@@ -188,6 +188,16 @@ async def test_forget_closes_idle_connections(fake: FakeOpenAI, upstream: HttpUp
     assert upstream.pool(origin).idle == 0
 
 
+async def test_a_connection_in_use_when_forgotten_is_closed_at_its_end(
+    fake: FakeOpenAI, upstream: HttpUpstream
+) -> None:
+    origin = parse_origin(fake.url)
+    response = await post(upstream, origin)
+    upstream.forget(origin)
+    await read(response)
+    await fake.until(lambda f: f.open_connections == 0)
+
+
 async def test_close_ends_requests_in_flight(fake: FakeOpenAI) -> None:
     upstream = HttpUpstream()
     fake.set_script(Script(silent_after_chunks=1))

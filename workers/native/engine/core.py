@@ -123,8 +123,9 @@ class EngineCore:
                 sequence.pull.cancel()
             if sequence.offer is not None:
                 sequence.offer.fail(str(error))
+            if not sequence.aborted:
+                sequence.sink(Failed(error))
             sequence.aborted = True  # a pull that ends later has nobody left to tell
-            sequence.sink(Failed(error))
         for sequence in [s for s in self.running if not s.pulling and s.offer is None]:
             self.memory.release(sequence)
         self.running = [s for s in self.running if s.pulling]

@@ -38,6 +38,7 @@ _SHARED = struct.Struct("<QQ")
 _MAGIC = b"SSKV"
 _PIECE_BYTES = 256 * 1024  # hash a piece right after it came, while it is in the cache
 HEADER_BYTES = _HEADER.size
+_RESET = struct.pack("ii", 1, 0)  # linger: on, for 0 seconds
 
 
 class Kind(IntEnum):
@@ -161,9 +162,17 @@ class FrameSocket:
         with contextlib.suppress(OSError):  # the peer closed it already
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def close(self) -> None:
-        """Close; for the thread that reads and writes."""
-        self.interrupt()
+    def close(self, *, abort: bool = False) -> None:
+        """Close; for the thread that reads and writes.
+
+        With `abort` the peer gets a reset: one that is stuck in sending would not notice a plain
+        close before its timeout, and hold KV till then.
+        """
+        if abort:
+            with contextlib.suppress(OSError):  # some systems refuse it once the peer has closed
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        else:
+            self.interrupt()
         self._socket.close()
 
     def _send(self, data: Bytes) -> None:

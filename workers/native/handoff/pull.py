@@ -85,6 +85,7 @@ class Pull:
         """Do it all. Raises HandoffError; the blocks then hold nothing of use."""
         frames = self._connect()
         shared: SharedPool | None = None
+        done = False
         try:
             share, block_bytes = self._greet(frames)
             blocks, start_block = self._await_room(frames)
@@ -93,9 +94,10 @@ class Pull:
             frames.send_control(Kind.BEGIN, start_block=start_block, shared=shared is not None)
             pulled = self._receive(frames, blocks, start_block, shared)
             frames.send_control(Kind.DONE)
+            done = True
             return pulled
         finally:
-            frames.close()
+            frames.close(abort=not done)
             if shared is not None:
                 shared.close()
 

@@ -48,16 +48,16 @@ class HandoffServer:
             thread.start()
 
     def stop(self) -> None:
-        """Refuse new readers, cut the present ones, end every offer."""
+        """Refuse new readers, end every offer, cut the present readers."""
         self._stopping.set()
         with contextlib.suppress(OSError):  # some systems refuse; closing is enough there
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self._table.end_all("shutdown")  # first, so that this is the reason and not a lost peer
         with self._open_lock:
             readers = list(self._open)
         for reader in readers:
             reader.interrupt()
-        self._table.end_all("shutdown")
 
     def _sweep(self) -> None:
         while not self._stopping.wait(_HEARTBEAT_S):

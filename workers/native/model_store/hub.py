@@ -47,7 +47,11 @@ class Hub(Protocol):
 class HuggingFaceHub:
     """The real hub. Honours HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN."""
 
-    def __init__(self, probe_deadline_s: float = _PROBE_DEADLINE_S) -> None:
+    def __init__(
+        self, endpoint: str | None = None, *, probe_deadline_s: float = _PROBE_DEADLINE_S
+    ) -> None:
+        """`endpoint` is another hub's URL; None takes HF_ENDPOINT or the public hub."""
+        self._endpoint = endpoint
         self._probe_deadline_s = probe_deadline_s
 
     def cached(self, hub_id: str) -> Path | None:
@@ -70,6 +74,7 @@ class HuggingFaceHub:
                 local_dir=target,
                 allow_patterns=list(WANTED_FILES),
                 etag_timeout=_HTTP_TIMEOUT_S,
+                endpoint=self._endpoint,
             ),
         )
 
@@ -78,7 +83,7 @@ class HuggingFaceHub:
 
         def ask() -> None:
             try:
-                HfApi().model_info(hub_id, timeout=_HTTP_TIMEOUT_S)
+                HfApi(self._endpoint).model_info(hub_id, timeout=_HTTP_TIMEOUT_S)
             except Exception as error:  # task boundary of the thread: raised again below
                 failures.append(error)
 

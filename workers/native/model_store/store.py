@@ -80,6 +80,26 @@ class ModelStore:
         with self._lock(target):
             return self._on_disk(name, target, known) or self._fetch(name, target, known)
 
+    def gguf(self, name: str) -> Path | None:
+        """The GGUF file behind `name` for engines that read those, or None when there is none.
+
+        A local GGUF file is itself; a short name's is put together from the installed package.
+        """
+        local = Path(name).expanduser()
+        if local.is_file():
+            return local
+        known = find_known(name, self._catalog)
+        if known is None or not self._packages.installed(known.package):
+            return None
+        target = self._cache_dir / "gguf" / f"{known.name}.gguf"
+        with self._lock(target):
+            if not target.is_file():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                partial = target.with_suffix(".partial")
+                self._packages.write_gguf(known.package, partial)
+                partial.replace(target)
+        return target
+
     def listings(self) -> list[ModelListing]:
         """Short names first, then everything else in the cache."""
         folders = {path.name: path for path in sorted(self._models_dir.glob("*"))}

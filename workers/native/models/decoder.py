@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.native.models.config import ModelConfig, RopeSpec
+from workers.native.models.cpu_kernel import CpuKernel
 from workers.native.models.errors import ContextLengthError
 from workers.native.models.kv_session import KvSession
 from workers.native.models.layer import DecoderLayer
-from workers.native.models.norm import rms_norm
+from workers.native.models.norm import RmsNorm
 from workers.native.models.projection import Projection
 from workers.native.models.rope import RopeTable
 
@@ -35,15 +36,20 @@ class Decoder:
         *,
         embedding: Tensor | None,
         layers: Sequence[DecoderLayer],
-        final_norm: Tensor,
+        final_norm: RmsNorm,
         head: Projection,
         dtype: torch.dtype,
         device: torch.device,
+        cpu_kernel: CpuKernel | None = None,
     ) -> None:
-        """`embedding` is [vocab, hidden], or None where it is the head's weights (tied)."""
+        """`embedding` is [vocab, hidden], or None where it is the head's weights (tied).
+
+        `cpu_kernel` is the kernel that the weights were laid out for; the KV cache may use it too.
+        """
         self.config = config
         self.dtype = dtype
         self.device = device
+        self.cpu_kernel = cpu_kernel
         self._embedding = embedding
         self._layers = tuple(layers)
         self._final_norm = final_norm
@@ -83,8 +89,7 @@ class Decoder:
                 logit_rows = torch.arange(logit_rows.shape[0], device=self.device)
             hidden = layer.finish(hidden, attended)
         hidden = hidden.index_select(0, logit_rows)
-        normed = rms_norm(hidden, self._final_norm, self.config.norm_eps)
-        return self._head(normed).float()
+        return self._head(self._final_norm(hidden)).float()
 
     def check_positions(self, last_position: int) -> None:
         """Raise ContextLengthError when `last_position` is beyond the context window."""

@@ -46,7 +46,9 @@ class IncrementalDetokenizer:
         self._skip_special = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._byte_run = bytearray()
-        self._strippable = self._pieces.spelling.strip_leading_spaces if at_text_start else 0
+        spelling = self._pieces.spelling
+        self._strippable = spelling.strip_leading_spaces if at_text_start else 0
+        self._spaceless = spelling.spaceless_start and at_text_start
 
     def push(self, token_id: int) -> str:
         """The text that becomes certain with this token; often empty or several characters."""
@@ -61,6 +63,8 @@ class IncrementalDetokenizer:
         if byte is not None:
             self._byte_run.append(byte)
             return ""
+        if self._spaceless:
+            token, self._spaceless = token.replace(self._pieces.spelling.space, ""), False
         text = self._end_byte_run() + self._pieces.to_bytes(token).decode("utf-8")
         return self._strip_start(text)
 

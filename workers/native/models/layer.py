@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from workers.native.models.config import ModelConfig
 from workers.native.models.kv_session import KvSession
-from workers.native.models.norm import rms_norm
+from workers.native.models.norm import RmsNorm
 from workers.native.models.projection import Projection
 from workers.native.models.rope import rotate
 
@@ -19,20 +19,19 @@ class LayerWeights:
     """Weights of one layer, fused.
 
     `qkv` is [hidden, (heads + 2 kv_heads) * head_dim], `gate_up` is [hidden, 2 * intermediate].
-    Norm weights are float32, Gemma's +1 already added. `query_norm` and `key_norm` exist with
-    qk-norm, the two `post_*` with sandwich norms (Gemma).
+    `query_norm` and `key_norm` exist with qk-norm, the two `post_*` with sandwich norms (Gemma).
     """
 
-    attention_norm: Tensor
+    attention_norm: RmsNorm
     qkv: Projection
     output: Projection
-    mlp_norm: Tensor
+    mlp_norm: RmsNorm
     gate_up: Projection
     down: Projection
-    query_norm: Tensor | None = None
-    key_norm: Tensor | None = None
-    post_attention_norm: Tensor | None = None
-    post_mlp_norm: Tensor | None = None
+    query_norm: RmsNorm | None = None
+    key_norm: RmsNorm | None = None
+    post_attention_norm: RmsNorm | None = None
+    post_mlp_norm: RmsNorm | None = None
 
 
 class DecoderLayer:
@@ -42,7 +41,6 @@ class DecoderLayer:
         self.rope = config.rope_of(index)
         self._index = index
         self._weights = weights
-        self._eps = config.norm_eps
         self._window = config.windows[index]
         self._scale = config.attention_scale
         self._gelu = config.activation == "gelu_tanh"
@@ -63,15 +61,15 @@ class DecoderLayer:
     def attend(self, hidden: Tensor, rope: tuple[Tensor, Tensor], kv: KvSession) -> Tensor:
         """Hidden [T, hidden], gathered (cos, sin) to attention output [T, heads * head_dim]."""
         weights = self._weights
-        normed = rms_norm(hidden, weights.attention_norm, self._eps)
+        normed = weights.attention_norm(hidden)
         projected = weights.qkv(normed)
         rows, heads, dim = hidden.shape[0], self._query_heads, self._head_dim
         turned = projected[:, : self._rotated].view(rows, heads + self._kv_heads, dim)
         value = projected[:, self._rotated :].view(rows, self._kv_heads, dim)
         query, key = turned[:, :heads], turned[:, heads:]
         if weights.query_norm is not None and weights.key_norm is not None:
-            query = rotate(rms_norm(query, weights.query_norm, self._eps), *rope)
-            key = rotate(rms_norm(key, weights.key_norm, self._eps), *rope)
+            query = rotate(weights.query_norm(query), *rope)
+            key = rotate(weights.key_norm(key), *rope)
         else:
             turned = rotate(turned, *rope)
             query, key = turned[:, :heads], turned[:, heads:]
@@ -84,11 +82,11 @@ class DecoderLayer:
             hidden = weights.output.add_to(hidden, attended)
         else:
             branch = weights.output(attended)
-            hidden.add_(rms_norm(branch, weights.post_attention_norm, self._eps))
-        gated = self._gate(weights.gate_up(rms_norm(hidden, weights.mlp_norm, self._eps)))
+            hidden.add_(weights.post_attention_norm(branch))
+        gated = self._gate(weights.gate_up(weights.mlp_norm(hidden)))
         if weights.post_mlp_norm is None:
             return weights.down.add_to(hidden, gated)
-        return hidden.add_(rms_norm(weights.down(gated), weights.post_mlp_norm, self._eps))
+        return hidden.add_(weights.post_mlp_norm(weights.down(gated)))
 
     def _gate(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up[:, : self._intermediate], gate_up[:, self._intermediate :]

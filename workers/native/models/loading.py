@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from workers.native.models.config import ModelConfig
+from workers.native.models.cpu_kernel import CpuKernel, load_cpu_kernel
 from workers.native.models.decoder import Decoder
 from workers.native.models.errors import InvalidModelError
 from workers.native.models.gguf_file import GgufFile
 from workers.native.models.gguf_weights import GgufWeights
 from workers.native.models.hf_config import model_config_from_dict, read_model_config
 from workers.native.models.layer import DecoderLayer, LayerWeights
-from workers.native.models.panel_kernel import PanelKernel, load_panel_kernel
+from workers.native.models.norm import RmsNorm
 from workers.native.models.projection import PanelProjection, PlainProjection, Projection
 from workers.native.models.weights import (
     SafetensorsWeights,
@@ -51,7 +52,7 @@ def build_decoder(
     """Fuse, transpose and convert the weights of `source`, and build the Decoder around them."""
     check_shapes(config, source)
     on_cpu = device.type == "cpu" and dtype == torch.float32
-    kernel = load_panel_kernel() if on_cpu else None
+    kernel = load_cpu_kernel() if on_cpu else None
     builder = _Builder(config, source, kernel, dtype, device)
     layers = [DecoderLayer(config, i, builder.layer(i)) for i in range(config.layers)]
     embedding = source.tensor("model.embed_tokens.weight")
@@ -64,6 +65,7 @@ def build_decoder(
         head=builder.product([head_weight], None),
         dtype=dtype,
         device=device,
+        cpu_kernel=kernel,
     )
 
 
@@ -72,7 +74,7 @@ class _Builder:
         self,
         config: ModelConfig,
         source: WeightSource,
-        kernel: PanelKernel | None,
+        kernel: CpuKernel | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -82,9 +84,10 @@ class _Builder:
         self._dtype = dtype
         self._device = device
 
-    def norm(self, name: str) -> Tensor:
+    def norm(self, name: str) -> RmsNorm:
         weight = self._source.tensor(name).to(self._device, torch.float32, copy=True)
-        return weight.add_(self._config.norm_weight_offset)
+        weight.add_(self._config.norm_weight_offset)
+        return RmsNorm(weight, self._config.norm_eps, self._kernel)
 
     def projection(self, prefix: str, *names: str) -> Projection:
         weights = [self._source.tensor(f"{prefix}{name}.weight") for name in names]
@@ -119,5 +122,5 @@ class _Builder:
             post_mlp_norm=self._optional(sandwich, f"{prefix}post_feedforward_layernorm"),
         )
 
-    def _optional(self, present: bool, name: str) -> Tensor | None:
+    def _optional(self, present: bool, name: str) -> RmsNorm | None:
         return self.norm(f"{name}.weight") if present else None

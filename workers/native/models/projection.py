@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from workers.native.models.panel_kernel import PANEL_COLUMNS, PanelKernel
+from workers.native.models.cpu_kernel import PANEL_COLUMNS, CpuKernel
 
 
 class Projection(Protocol):
@@ -68,7 +68,7 @@ class PanelProjection:
     """
 
     def __init__(
-        self, kernel: PanelKernel, parts: Sequence[Tensor], bias: Tensor | None = None
+        self, kernel: CpuKernel, parts: Sequence[Tensor], bias: Tensor | None = None
     ) -> None:
         """`parts` are [out_i, in] matrices, put side by side; each out_i is a multiple of 64."""
         self._kernel = kernel

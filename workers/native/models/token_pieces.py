@@ -22,14 +22,15 @@ class Spelling:
     """How tokens spell text.
 
     `byte_level`: GPT-2's byte alphabet. Otherwise SentencePiece: `space` is written for a space,
-    `byte_fallback` says whether `<0xNN>` tokens are bytes, and `strip_leading_spaces` spaces are
-    taken off the start of the whole text.
+    `byte_fallback` says whether `<0xNN>` tokens are bytes, `strip_leading_spaces` spaces are taken
+    off the start of the whole text, and with `spaceless_start` the first token shows no spaces.
     """
 
     byte_level: bool
     space: str = "\N{LOWER ONE EIGHTH BLOCK}"
     byte_fallback: bool = True
     strip_leading_spaces: int = 0
+    spaceless_start: bool = False
 
 
 def spelling_of(decoder: Mapping[str, Any] | None) -> Spelling:
@@ -40,7 +41,7 @@ def spelling_of(decoder: Mapping[str, Any] | None) -> Spelling:
         return Spelling(byte_level=True)
     if kinds == ["Metaspace"]:
         prepends = steps[0].get("prepend_scheme", "always") != "never"
-        return Spelling(False, steps[0]["replacement"], False, int(prepends))
+        return Spelling(False, steps[0]["replacement"], False, 0, prepends)
     known = {"Replace", "ByteFallback", "Fuse", "Strip"}
     if "Fuse" not in kinds or not set(kinds) <= known:
         raise UnsupportedModelError(

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from workers.native.engine.errors import EngineError
@@ -58,6 +59,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(HTTPException, _answer_http_error)
     for kind in (ModelError, EngineError, HandoffError, Exception):
         app.add_exception_handler(kind, _answer_error)
+    app.add_exception_handler(ClientDisconnect, _nobody_there)
     _add_openai_routes(app, service)
     _add_state_routes(app, service)
     _add_router_routes(app, service)
@@ -250,6 +252,10 @@ async def _answer_error(request: Request, error: Exception) -> JSONResponse:
         log.error("unexpected error", exc_info=error)
     headers = {"retry-after": str(known.retry_after_s)} if known.retry_after_s else None
     return JSONResponse(known.envelope(), known.status, headers)
+
+
+async def _nobody_there(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # the client left in the middle of its body
 
 
 async def _answer_http_error(request: Request, error: Exception) -> JSONResponse:

@@ -190,7 +190,7 @@ def _explain(error: ValidationError) -> ApiError:
     param = where[0] if where else None
     if first["type"] == "missing":
         return bad_request(f"'{param}' is required", param, "missing_required_parameter")
-    path = ".".join(where) or "the body"
+    path = ".".join(part[:100] for part in where) or "the body"
     return bad_request(f"'{path}': {first['msg']}", param, "invalid_value")
 
 
@@ -199,8 +199,9 @@ def _refuse_extras(extra: dict[str, Any]) -> None:
         if value is None or name in _IGNORED:
             continue
         if name not in _REFUSED:
+            shown = name[:100]
             raise bad_request(
-                f"'{name}' is not a field this engine knows; remove it", name, "unknown_parameter"
+                f"'{shown}' is not a field this engine knows; remove it", shown, "unknown_parameter"
             )
         if value not in _REFUSED[name]:
             raise unsupported(name, "remove it, or use a worker with another engine")

@@ -40,7 +40,8 @@ class Service:
         """Raise ApiError 404 for a model this worker does not have."""
         if name != self.model_name:
             message = (
-                f"the model '{name}' does not exist here; this worker serves '{self.model_name}'"
+                f"the model '{name[:100]}' does not exist here; "
+                f"this worker serves '{self.model_name}'"
             )
             raise ApiError(404, message, code="model_not_found", param="model")
 

@@ -67,13 +67,14 @@ class HandoffLink:
         self.server = HandoffServer(self.offers, self.prefill, PAIRING, host)
         self.ends: list[str] = []
         self.ended = threading.Event()
-        self.logits = torch.randn(VOCABULARY)
+        self.raw_logits = torch.randn(VOCABULARY).numpy().tobytes()
 
     def close(self) -> None:
         """Stop the port and give the memory back."""
         self.server.stop()
         self.prefill.close()
         self.decode.close()
+        del self.server, self.prefill, self.decode  # a mapping lives as long as its tensor
 
     def offer(self, prompt_tokens: int = 15) -> Offer:
         """Open an offer. Its end is noted in `ends`."""
@@ -89,7 +90,7 @@ class HandoffLink:
         """Prefill is done: publish what is missing, and the logits."""
         width = self.prefill.layout.blocks_for(offer.prompt_tokens)
         offer.publish(list(range(len(offer.blocks), width)))
-        offer.finish(memoryview(self.logits.numpy()).cast("B"))
+        offer.finish(memoryview(self.raw_logits))
 
     def pull(self, offer: Offer, *, start: int | None = 0, **changes: Any) -> Pull:
         """A pull of `offer` into the decode pool, backwards; with `start` None it gets no room."""
