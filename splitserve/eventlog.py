@@ -85,8 +85,10 @@ def _revive_value(hint: Any, value: Any) -> Any:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
     if typing.get_origin(hint) is tuple:
-        item = typing.get_args(hint)[0]
-        return tuple(_revive_value(item, each) for each in value)
+        items = typing.get_args(hint)
+        if items[-1] is Ellipsis:
+            return tuple(_revive_value(items[0], each) for each in value)
+        return tuple(_revive_value(item, each) for item, each in zip(items, value, strict=True))
     if is_dataclass(hint):
         return _revive(typing.cast(type, hint), value)
     if isinstance(hint, type) and issubclass(hint, Enum):

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from splitserve.performance.coefficients import Coefficients
+
 
 class Role(StrEnum):
     """What a worker is meant to do; `AUTO` lets the planner decide and change it."""
@@ -52,6 +54,7 @@ class Refusal(StrEnum):
     UNKNOWN_MODEL = "unknown_model"
     NO_WORKER = "no_worker"
     QUEUE_FULL = "queue_full"
+    HOPELESS = "hopeless"  # its target cannot be met, and it asked to fail fast
     UNPLANNABLE = "unplannable"  # a forced plan or worker that cannot serve this request
     FAILED = "failed"  # every permitted attempt failed
     BROKEN = "broken"  # it failed after bytes had gone out, so it cannot be tried again
@@ -70,7 +73,10 @@ class Slo:
 class GenerateRequest:
     """One request as the scheduler sees it: sizes and wishes, never text.
 
-    `prompt_tokens` is the edge's estimate until a worker reports the true count.
+    `prompt_is_estimate`: the edge guessed `prompt_tokens` from the size of the text; the scheduler
+    scales the guess by what answers have shown.
+    `block_hashes` are chained hashes of the prompt's blocks of `hash_block_tokens` tokens each.
+    `fail_fast`: rather a refusal at once than an answer after the target.
     `unsplittable` says why this request must run whole ("" when it may be split).
     `forced_plan` and `forced_worker` come from the client's headers.
     """
@@ -84,6 +90,10 @@ class GenerateRequest:
     tenant: str = ""
     session: str = ""
     block_hashes: tuple[int, ...] = ()
+    hash_block_tokens: int = 512
+    prompt_is_estimate: bool = False
+    streamed: bool = True
+    fail_fast: bool = False
     unsplittable: str = ""
     forced_plan: PlanKind | None = None
     forced_worker: str | None = None
@@ -95,7 +105,10 @@ class WorkerSnapshot:
 
     `pairing_key` names everything two workers must share to exchange KV (weights, tokenizer,
     layout, dtype, block size); `connector` is the way they exchange it, "" when they cannot.
-    Rates are priors until the latency model has seen traffic; 0 means unknown.
+    `soft_role`: the planner gave it its role, which is a bias; a declared role is an order.
+    `hands_over_logits`: the first token needs no step on the decode worker.
+    Rates are priors until the latency model has seen traffic; 0 means unknown. `coefficients` are a
+    better prior where somebody has them; `exact` ones are not corrected (simulation only).
     """
 
     worker_id: str
@@ -114,6 +127,11 @@ class WorkerSnapshot:
     prefill_tok_s: float = 0.0
     decode_tok_s: float = 0.0
     draining: bool = False
+    step_tokens: int = 0
+    hands_over_logits: bool = False
+    soft_role: bool = False
+    coefficients: Coefficients | None = None
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +211,17 @@ class FirstToken:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamsAdvanced:
+    """How far streams have come: (request, attempt, tokens so far, time of the last one).
+
+    The edge gathers them and sends one event some twenty times a second: per-token traffic does
+    not pass through the core.
+    """
+
+    progress: tuple[tuple[str, int, int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeFinished:
     """The answer is complete. Token counts are the engine's own, 0 when it told none."""
 
@@ -251,6 +280,7 @@ Event = (
     | HandoffReady
     | PrefillFinished
     | FirstToken
+    | StreamsAdvanced
     | DecodeFinished
     | LegFailed
     | RequestCancelled

@@ -199,7 +199,7 @@ def lacks_unit(name: str, annotation: ast.expr | None) -> bool:
     units = [QUANTITIES[part] for part in parts if part in QUANTITIES]
     if not units or name in DIMENSIONS or {"per", "count", "ratio", "share"} & set(parts):
         return False
-    return not any(parts[-1] in allowed for allowed in units)
+    return not any(parts[-1] in allowed for allowed in units) and parts[-2:] != ["bytes", "s"]
 
 
 def public_dataclass_fields(node: ast.AST) -> list[ast.AnnAssign]:
@@ -366,7 +366,7 @@ EXAMPLES: list[tuple[Rule, str, str]] = [
     (missing_unit, FIELD + "timeout: float = 1", FIELD + "timeout_s: float = 1\n  size: Size"),
     (missing_unit, "def f(*, deadline: float | None): ...", "def f(deadline_s: int): ..."),
     (missing_unit, "def f(block_size: int): ...", "def f(vocab_size: int): ..."),
-    (missing_unit, "def f(bytes_sent: int): ...", "def f(kv_bytes_per_token: int): ..."),
+    (missing_unit, "def f(bytes_sent: int): ...", "def f(kv_bytes_per_token, r_bytes_s): ..."),
     (sleeping_test, "time.sleep(0)", "event.wait(1)"),
     (sleeping_test, "asyncio.sleep(0.1)", "asyncio.sleep(0)"),
     (machine_or_registry, "see /ro" + "ot/x", "see /v1/work/x and ~/x"),

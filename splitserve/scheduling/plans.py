@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from splitserve.messages import Candidate, GenerateRequest, PlanKind, Role
 from splitserve.pairing import why_not_pair
-from splitserve.performance.rates import Rates
-from splitserve.scheduling.ledger import Ledger, WorkerAccount
-
-DEFAULT_OUTPUT_TOKENS = 256  # booked for a request that names no limit
+from splitserve.performance.coefficients import area
+from splitserve.scheduling.desk import Desk, kv_tokens
+from splitserve.scheduling.ledger import WorkerAccount
 
 # Which roles may run a request whole. A later tier is used only where the earlier ones name no
 # worker at all, so a pool that is merely busy does not spill onto prefill workers.
@@ -23,18 +22,11 @@ _PREFILLS = frozenset({Role.PREFILL, Role.AUTO})
 _DECODES = frozenset({Role.DECODE, Role.AUTO})
 
 
-def kv_tokens(request: GenerateRequest) -> int:
-    """Tokens of KV the request will hold at its end, as far as one can know before it ran."""
-    wanted = DEFAULT_OUTPUT_TOKENS if request.max_tokens is None else request.max_tokens
-    return request.prompt_tokens + min(wanted, 4 * DEFAULT_OUTPUT_TOKENS)
-
-
 @dataclass(frozen=True, slots=True)
 class PlanTable:
-    """Prices plans against a ledger and a latency model; holds no state of its own."""
+    """Prices plans against a desk's ledger and models; holds no state of its own."""
 
-    ledger: Ledger
-    rates: Rates
+    desk: Desk
 
     def candidates(
         self, request: GenerateRequest, failed: tuple[str, ...] = (), *, whole_only: bool = False
@@ -44,7 +36,7 @@ class PlanTable:
         `failed` workers are avoided where another can serve; `whole_only` gives up on splitting,
         which is how a request survives a hand-off that broke.
         """
-        accounts = self.ledger.serving(request.model)
+        accounts = self.desk.ledger.serving(request.model)
         alive = [a for a in accounts if a.snapshot.worker_id not in failed] or accounts
         pairs: list[Candidate] = []
         if not whole_only and not request.unsplittable and len(alive) > 1:
@@ -79,15 +71,30 @@ class PlanTable:
             why_not = "draining"
         if not why_not and worker.role not in allowed:
             why_not = f"its role is {worker.role}"
-        tokens = account.pending_prefill_tokens + request.prompt_tokens
-        step_s = self.rates.decode_step_s(worker.worker_id)
         return Candidate(
             plan=PlanKind.AGGREGATED,
             prefill_worker=worker.worker_id,
             decode_worker=worker.worker_id,
-            predicted_ttft_s=self.rates.prefill_s(worker.worker_id, tokens) + step_s,
-            predicted_tpot_s=step_s,
+            predicted_ttft_s=self.prefill_s(account, request),
+            predicted_tpot_s=self.decode_step_s(account, request),
             why_not=why_not or account.why_full(kv_tokens(request)),
+        )
+
+    def prefill_s(self, account: WorkerAccount, request: GenerateRequest) -> float:
+        """F: this prompt behind all that is pending on the worker, without margin."""
+        fresh = self.desk.uncached(account, request)
+        return account.model.prefill_s(
+            account.pending_prefill_tokens + fresh,
+            account.pending_area + area(fresh, request.prompt_tokens - fresh),
+            account.streams_soon,
+            account.kv_soon_tokens,
+        )
+
+    @staticmethod
+    def decode_step_s(account: WorkerAccount, request: GenerateRequest) -> float:
+        """D': a step once this request decodes here too."""
+        return account.model.decode_step_s(
+            account.streams_soon + 1, account.kv_soon_tokens + request.prompt_tokens
         )
 
     def _pairs(self, request: GenerateRequest, alive: list[WorkerAccount]) -> Iterator[Candidate]:
@@ -97,9 +104,9 @@ class PlanTable:
                 continue
             for decode in decodes:
                 if decode is not prefill:
-                    yield self._price_pair(request, prefill, decode)
+                    yield self.price_pair(request, prefill, decode)
 
-    def _price_pair(
+    def price_pair(
         self, request: GenerateRequest, prefill: WorkerAccount, decode: WorkerAccount
     ) -> Candidate:
         p, d = prefill.snapshot, decode.snapshot
@@ -109,15 +116,16 @@ class PlanTable:
         why_not = why_not or why_not_pair(p, d)
         why_not = why_not or prefill.why_full(request.prompt_tokens)
         why_not = why_not or decode.why_full(kv_tokens(request))
-        tokens = prefill.pending_prefill_tokens + request.prompt_tokens
-        kv_bytes = request.prompt_tokens * p.kv_bytes_per_token
-        transfer_s = self.rates.transfer_s(p.worker_id, d.worker_id, kv_bytes)
+        moved_bytes = self.desk.moved_bytes(prefill, decode, request)
+        transfer_s = self.desk.links.transfer_s(p.worker_id, d.worker_id, moved_bytes)
+        step_s = self.decode_step_s(decode, request)
+        join_s = 0.0 if p.hands_over_logits else step_s
         return Candidate(
             plan=PlanKind.DISAGGREGATED,
             prefill_worker=p.worker_id,
             decode_worker=d.worker_id,
-            predicted_ttft_s=self.rates.prefill_s(p.worker_id, tokens) + transfer_s,
-            predicted_tpot_s=self.rates.decode_step_s(d.worker_id),
+            predicted_ttft_s=self.prefill_s(prefill, request) + transfer_s + join_s,
+            predicted_tpot_s=step_s,
             transfer_s=transfer_s,
             why_not=why_not,
         )

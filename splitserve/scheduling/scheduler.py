@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import assert_never
 
 from splitserve import messages as m
-from splitserve.performance.rates import Rates
+from splitserve.performance.coefficients import area
+from splitserve.performance.lengths import Lengths
+from splitserve.performance.links import Links
+from splitserve.scheduling.desk import Desk, SchedulerLimits
 from splitserve.scheduling.flight import Flight
 from splitserve.scheduling.ledger import Booking, Ledger
-from splitserve.scheduling.plans import PlanTable, kv_tokens
 from splitserve.scheduling.policies import Policy
 from splitserve.scheduling.policies.least_work import LeastWork
 
 Commands = list[m.Command]
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Bounds on what the scheduler holds and how often it tries."""
-
-    queue: int = 4096
-    attempts: int = 3
-    max_wait_s: float = 60.0
 
 
 class Scheduler:
@@ -32,152 +25,206 @@ class Scheduler:
     RequestCancelled), every hand-off is released exactly once, no worker is over its limit.
     """
 
-    def __init__(self, policy: Policy | None = None, limits: SchedulerLimits | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        limits: SchedulerLimits | None = None,
+        lengths: Lengths | None = None,
+    ) -> None:
         self._policy: Policy = policy or LeastWork()
-        self._limits = limits or SchedulerLimits()
-        self._ledger = Ledger()
-        self._rates = Rates()
-        self._table = PlanTable(self._ledger, self._rates)
-        self._flights: dict[str, Flight] = {}
-        self._queue: list[Flight] = []
-        self._wake_s: float | None = None
+        self._desk = Desk(limits or SchedulerLimits(), lengths=lengths or Lengths())
 
     # --- what others may look at ----------------------------------------------------------------
 
     @property
     def ledger(self) -> Ledger:
-        """Workers and what is booked on them; to read, not to write."""
-        return self._ledger
+        """Workers, their models and what is booked on them; to read, not to write."""
+        return self._desk.ledger
 
     @property
-    def rates(self) -> Rates:
-        """The latency model; to read, not to write."""
-        return self._rates
+    def links(self) -> Links:
+        """What is known of links; to read, and to declare a rate before traffic."""
+        return self._desk.links
 
     @property
     def queued(self) -> int:
         """Requests that wait for a worker."""
-        return len(self._queue)
+        return len(self._desk.waiting)
 
     @property
     def live(self) -> int:
         """Requests that have arrived and not ended."""
-        return len(self._flights)
+        return len(self._desk.flights)
 
     # --- events ---------------------------------------------------------------------------------
 
     def step(self, event: m.Event, now_s: float) -> Commands:
         """Take one event in and return what to do about it, in order."""
+        self._desk.assume_first_tokens(now_s)
+        self._take(event, now_s)
+        self._pump(now_s)
+        commands, self._desk.commands = self._desk.commands, []
+        return commands
+
+    def _take(self, event: m.Event, now_s: float) -> None:
         match event:
             case m.RequestArrived(request):
-                return self._arrived(request, now_s)
+                self._arrived(request, now_s)
             case m.HandoffReady():
-                return self._handoff_ready(event, now_s)
+                self._handoff_ready(event)
             case m.PrefillFinished():
-                return self._prefill_finished(event, now_s)
+                self._prefill_finished(event, now_s)
             case m.FirstToken():
-                return self._first_token(event, now_s)
+                self._first_token(event, now_s)
+            case m.StreamsAdvanced(progress):
+                self._advanced(progress)
             case m.DecodeFinished():
-                return self._decode_finished(event, now_s)
+                self._decode_finished(event, now_s)
             case m.LegFailed():
-                return self._leg_failed(event, now_s)
+                self._leg_failed(event)
             case m.RequestCancelled(request_id):
-                return self._cancelled(request_id, now_s)
+                self._cancelled(request_id)
             case m.WorkerReported(snapshot):
-                self._ledger.report(snapshot)
-                self._rates.of(snapshot.worker_id).adopt(snapshot)
-                return self._pump(now_s)
+                self._reported(snapshot)
             case m.WorkerLost(worker_id, reason):
-                return self._worker_lost(worker_id, reason, now_s)
+                self._worker_lost(worker_id, reason)
             case m.TimerFired():
-                self._wake_s = None
-                return self._pump(now_s)
+                self._desk.woken()
             case _:
                 assert_never(event)
 
-    def _arrived(self, request: m.GenerateRequest, now_s: float) -> Commands:
-        assert request.request_id not in self._flights, f"{request.request_id} arrived twice"
-        if len(self._queue) >= self._limits.queue:
-            wait_s = min(60.0, max(1.0, self._limits.max_wait_s / 2))
-            detail = f"the queue is full: {len(self._queue)} requests wait"
-            return [m.Reject(request.request_id, m.Refusal.QUEUE_FULL, detail, wait_s)]
-        flight = Flight(request, now_s)
-        self._flights[request.request_id] = flight
-        self._queue.append(flight)
-        return self._pump(now_s)
+    def _pump(self, now_s: float) -> None:
+        desk = self._desk
+        returned, desk.returned = desk.returned, []
+        for flight in returned:
+            if flight.request.request_id in desk.waiting:
+                self._policy.arrived(flight, desk, now_s)
+        if desk.waiting:
+            self._policy.pump(desk, now_s)
 
-    def _handoff_ready(self, event: m.HandoffReady, now_s: float) -> Commands:
+    def _arrived(self, request: m.GenerateRequest, now_s: float) -> None:
+        desk = self._desk
+        request_id = request.request_id
+        assert request_id not in desk.flights, f"{request_id} arrived twice"
+        if len(desk.waiting) >= desk.limits.queue:
+            wait_s = min(60.0, max(1.0, desk.limits.max_wait_s / 2))
+            detail = f"the queue is full: {len(desk.waiting)} requests wait"
+            desk.commands.append(m.Reject(request_id, m.Refusal.QUEUE_FULL, detail, wait_s))
+            return
+        if request.prompt_is_estimate:
+            tokens = desk.prompts.apply(request.model, request.prompt_tokens)
+            request = replace(request, prompt_tokens=tokens)
+        flight = Flight(request, now_s)
+        desk.flights[request_id] = desk.waiting[request_id] = flight
+        self._policy.arrived(flight, desk, now_s)
+
+    def _handoff_ready(self, event: m.HandoffReady) -> None:
         flight = self._current(event.request_id, event.attempt)
+        commands = self._desk.commands
         if flight is None or m.Leg.DECODE in flight.legs or flight.plan is None:
-            return [m.ReleaseKV(event.handoff, consumed=False)]
+            commands.append(m.ReleaseKV(event.handoff, consumed=False))
+            return
         flight.handoff = event.handoff
         decode = flight.plan.decode_worker
         flight.legs[m.Leg.DECODE] = decode
-        return [m.StartDecode(event.request_id, event.attempt, decode, event.handoff)]
+        commands.append(m.StartDecode(event.request_id, event.attempt, decode, event.handoff))
 
-    def _prefill_finished(self, event: m.PrefillFinished, now_s: float) -> Commands:
+    def _prefill_finished(self, event: m.PrefillFinished, now_s: float) -> None:
         flight = self._current(event.request_id, event.attempt)
         if flight is None:
-            return []
+            return
         worker_id = flight.legs.get(m.Leg.PREFILL)
-        if worker_id is None:
-            return []
-        self._rates.of(worker_id).saw_prefill(
-            event.prompt_tokens - event.cached_tokens, event.prefill_s
-        )
-        self._end_leg(flight, m.Leg.PREFILL)
-        return self._pump(now_s)
+        booking = self._desk.end_leg(flight, m.Leg.PREFILL)
+        if worker_id is None or booking is None:
+            return
+        flight.prefilled_s = now_s
+        took_s = event.prefill_s or now_s - booking.dispatched_s
+        cached = event.cached_tokens if event.prompt_tokens else booking.cached_tokens
+        fresh = (event.prompt_tokens or flight.request.prompt_tokens) - cached
+        self._learn_prefill(worker_id, booking, fresh, cached, took_s)
 
-    def _first_token(self, event: m.FirstToken, now_s: float) -> Commands:
+    def _learn_prefill(
+        self, worker_id: str, booking: Booking, fresh: int, cached: int, took_s: float
+    ) -> None:
+        account = self._desk.ledger.workers.get(worker_id)
+        if account is not None and booking.alone and fresh > 0:
+            account.model.saw_prefill(
+                fresh, area(fresh, cached), booking.streams_then, booking.kv_then, took_s
+            )
+
+    def _first_token(self, event: m.FirstToken, now_s: float) -> None:
         flight = self._current(event.request_id, event.attempt)
         if flight is None or flight.plan is None or flight.streaming or not flight.answering:
-            return []
+            return
         flight.first_token_s = now_s
-        plan, request = flight.plan, flight.request
-        if plan.plan is m.PlanKind.DISAGGREGATED:
-            self._rates.saw_transfer(
-                plan.prefill_worker, plan.decode_worker, event.transfer_bytes, event.transfer_s
-            )
-        else:
-            account = self._ledger.workers.get(plan.prefill_worker)
-            if account is not None:
-                account.prefill_done((request.request_id, flight.attempt, m.Leg.AGGREGATED))
-        return [*flight.take_release(consumed=True), *self._pump(now_s)]
+        plan = flight.plan
+        whole = plan.plan is m.PlanKind.AGGREGATED
+        leg = m.Leg.AGGREGATED if whole else m.Leg.DECODE
+        key = (event.request_id, event.attempt, leg)
+        account = self._desk.ledger.workers.get(plan.decode_worker)
+        if account is not None:
+            booking = account.bookings.get(key)
+            if whole and booking is not None:
+                took_s = now_s - booking.dispatched_s
+                fresh, cached = booking.uncached_tokens, booking.cached_tokens
+                self._learn_prefill(plan.decode_worker, booking, fresh, cached, took_s)
+            account.first_token(key, now_s)
+        if not whole:
+            self._desk.arrived_at_decode(flight)
+            link = self._desk.links.of(plan.prefill_worker, plan.decode_worker)
+            link.see(event.transfer_bytes, event.transfer_s)
+        self._desk.commands += flight.take_release(consumed=True)
 
-    def _decode_finished(self, event: m.DecodeFinished, now_s: float) -> Commands:
+    def _advanced(self, progress: tuple[tuple[str, int, int, float], ...]) -> None:
+        for request_id, attempt, tokens, at_s in progress:
+            flight = self._current(request_id, attempt)
+            if flight is None or flight.plan is None:
+                continue
+            account = self._desk.ledger.workers.get(flight.plan.decode_worker)
+            if account is not None:
+                whole = flight.plan.plan is m.PlanKind.AGGREGATED
+                leg = m.Leg.AGGREGATED if whole else m.Leg.DECODE
+                account.progress((request_id, attempt, leg), tokens, at_s)
+
+    def _decode_finished(self, event: m.DecodeFinished, now_s: float) -> None:
         flight = self._current(event.request_id, event.attempt)
         if flight is None or flight.plan is None or not flight.answering:
-            return []
-        if flight.first_token_s is not None:
-            duration_s = now_s - flight.first_token_s
-            rates = self._rates.of(flight.plan.decode_worker)
-            rates.saw_decode(event.output_tokens - 1, duration_s)
-            if flight.plan.plan is m.PlanKind.AGGREGATED:
-                waited_s = flight.first_token_s - flight.dispatched_s
-                rates.saw_prefill(event.prompt_tokens - event.cached_tokens, waited_s)
-        self._forget(flight)
-        return [*flight.take_release(consumed=True), *self._pump(now_s)]
+            return
+        request = flight.request
+        if event.output_tokens > 0:
+            self._desk.lengths.see(request, event.output_tokens)
+        if request.prompt_is_estimate:
+            self._desk.prompts.see(request.model, request.prompt_tokens, event.prompt_tokens)
+        self._desk.forget(flight)
+        self._desk.commands += flight.take_release(consumed=True)
 
-    def _leg_failed(self, event: m.LegFailed, now_s: float) -> Commands:
+    def _leg_failed(self, event: m.LegFailed) -> None:
         flight = self._current(event.request_id, event.attempt)
-        if flight is None or event.leg not in flight.legs:
-            return []
-        return [*self._fail(flight, event), *self._pump(now_s)]
+        if flight is not None and event.leg in flight.legs:
+            self._fail(flight, event)
 
-    def _cancelled(self, request_id: str, now_s: float) -> Commands:
-        flight = self._flights.get(request_id)
-        if flight is None:
-            return []
-        commands = self._abandon(flight)
-        self._forget(flight)
-        return [*commands, *self._pump(now_s)]
+    def _cancelled(self, request_id: str) -> None:
+        flight = self._desk.flights.get(request_id)
+        if flight is not None:
+            waiting = flight.waiting
+            self._desk.commands += self._desk.abandon(flight)
+            self._desk.forget(flight)
+            if waiting:
+                self._policy.left(flight)
 
-    def _worker_lost(self, worker_id: str, reason: str, now_s: float) -> Commands:
-        commands: Commands = []
-        for flight in list(self._flights.values()):
+    def _reported(self, snapshot: m.WorkerSnapshot) -> None:
+        desk = self._desk
+        desk.ledger.report(snapshot)
+        blocks = max(1, snapshot.kv_capacity_tokens // 512) if snapshot.kv_capacity_tokens else 0
+        if blocks:
+            desk.prefix.bound(snapshot.worker_id, blocks)
+
+    def _worker_lost(self, worker_id: str, reason: str) -> None:
+        desk = self._desk
+        for flight in list(desk.flights.values()):
             lost = [leg for leg, worker in flight.legs.items() if worker == worker_id]
             booked = flight.plan is not None and flight.plan.decode_worker == worker_id
-            if lost or (booked and not flight.waiting):
+            if lost or booked:
                 leg = lost[0] if lost else m.Leg.DECODE
                 event = m.LegFailed(
                     flight.request.request_id,
@@ -187,159 +234,36 @@ class Scheduler:
                     m.Failure.WORKER_LOST,
                     reason,
                 )
-                commands += self._fail(flight, event)
-        self._ledger.workers.pop(worker_id, None)
-        self._rates.forget(worker_id)
-        return [*commands, *self._pump(now_s)]
+                self._fail(flight, event)
+        desk.ledger.workers.pop(worker_id, None)
+        desk.links.forget(worker_id)
+        desk.prefix.forget(worker_id)
 
     # --- ending and retrying --------------------------------------------------------------------
 
-    def _fail(self, flight: Flight, event: m.LegFailed) -> Commands:
+    def _fail(self, flight: Flight, event: m.LegFailed) -> None:
         """End this attempt; queue another one when that is allowed and can help."""
+        desk = self._desk
         broken = flight.streaming and event.leg is not m.Leg.PREFILL
         if flight.streaming and not broken:  # the KV is across; prefill no longer matters
-            self._end_leg(flight, m.Leg.PREFILL)
-            return []
-        commands = self._abandon(flight, ended=event.leg)
-        detail = f"{event.leg} on {event.worker_id}: {event.detail or event.failure}"
-        if broken or event.final or flight.attempt >= self._limits.attempts:
-            self._forget(flight)
+            desk.end_leg(flight, m.Leg.PREFILL)
+            return
+        plan = flight.plan
+        # A leg on a lost worker has not ended by itself: the edge must let go of it.
+        ended = None if event.failure is m.Failure.WORKER_LOST else event.leg
+        desk.commands += desk.abandon(flight, ended=ended)
+        if broken or event.final or flight.attempt >= desk.limits.attempts:
+            desk.forget(flight)
             refusal = m.Refusal.BROKEN if broken else m.Refusal.FAILED
-            request_id = flight.request.request_id
-            return [*commands, m.Reject(request_id, refusal, detail, choice=_only(flight.plan))]
+            detail = f"{event.leg} on {event.worker_id}: {event.detail or event.failure}"
+            choice = m.Choice((plan,), plan) if plan is not None else m.Choice()
+            reject = m.Reject(flight.request.request_id, refusal, detail, choice=choice)
+            desk.commands.append(reject)
+            return
         flight.failed_workers = (*flight.failed_workers, event.worker_id)
         flight.handoff_failed |= event.failure is m.Failure.HANDOFF
-        flight.plan = None
-        self._queue.insert(0, flight)
-        return commands
-
-    def _abandon(self, flight: Flight, ended: m.Leg | None = None) -> Commands:
-        """Cancel the running legs but `ended`, unbook all, release the hand-off."""
-        request_id, attempt = flight.request.request_id, flight.attempt
-        commands: Commands = [
-            m.Cancel(request_id, attempt, worker)
-            for leg, worker in flight.legs.items()
-            if leg is not ended
-        ]
-        self._unbook(flight)
-        return [*commands, *flight.take_release(consumed=False)]
-
-    def _unbook(self, flight: Flight) -> None:
-        if flight.plan is None:
-            return
-        for leg in m.Leg:
-            key = (flight.request.request_id, flight.attempt, leg)
-            for worker in (flight.plan.prefill_worker, flight.plan.decode_worker):
-                self._ledger.unbook(worker, key)
-        flight.legs.clear()
-
-    def _end_leg(self, flight: Flight, leg: m.Leg) -> None:
-        worker = flight.legs.pop(leg, None)
-        if worker is not None:
-            self._ledger.unbook(worker, (flight.request.request_id, flight.attempt, leg))
-
-    def _forget(self, flight: Flight) -> None:
-        self._unbook(flight)
-        del self._flights[flight.request.request_id]
-        if flight.waiting:
-            self._queue.remove(flight)
+        desk.requeue(flight)
 
     def _current(self, request_id: str, attempt: int) -> Flight | None:
-        flight = self._flights.get(request_id)
+        flight = self._desk.flights.get(request_id)
         return flight if flight and flight.attempt == attempt and not flight.waiting else None
-
-    # --- starting -------------------------------------------------------------------------------
-
-    def _pump(self, now_s: float) -> Commands:
-        """Start every queued request that has a plan; end those that waited too long or in vain."""
-        if not self._queue:
-            return []
-        commands: Commands = []
-        blocked: set[str] = set()
-        for flight in list(self._queue):
-            request = flight.request
-            free = request.forced_plan is None and request.forced_worker is None
-            if free and request.model in blocked and not self._overdue(flight, now_s):
-                continue
-            outcome = self._try_start(flight, now_s)
-            if outcome:
-                commands += outcome
-            elif free:
-                blocked.add(request.model)
-        return [*commands, *self._wake()]
-
-    def _overdue(self, flight: Flight, now_s: float) -> bool:
-        return now_s >= flight.arrived_s + self._limits.max_wait_s
-
-    def _try_start(self, flight: Flight, now_s: float) -> Commands:
-        request = flight.request
-        candidates = self._table.candidates(
-            request, flight.failed_workers, whole_only=flight.handoff_failed
-        )
-        chosen = self._policy.choose(request, candidates, self._ledger)
-        choice = m.Choice(candidates, chosen)
-        if chosen is not None:
-            return [self._start(flight, chosen, choice, now_s)]
-        refusal = self._why_hopeless(flight, candidates, now_s)
-        if refusal is None:
-            return []
-        self._forget(flight)
-        retry_s = None if refusal[0] is m.Refusal.UNPLANNABLE else 1.0
-        return [m.Reject(request.request_id, *refusal, retry_s, choice)]
-
-    def _why_hopeless(
-        self, flight: Flight, candidates: tuple[m.Candidate, ...], now_s: float
-    ) -> tuple[m.Refusal, str] | None:
-        model = flight.request.model
-        if not candidates:
-            if model in self._ledger.models_seen:
-                return m.Refusal.NO_WORKER, f"no worker for model {model} is alive"
-            return m.Refusal.UNKNOWN_MODEL, f"no worker serves model {model}"
-        if all(c.why_not.startswith(("the request asked", "its role")) for c in candidates):
-            forced = flight.request.forced_plan or flight.request.forced_worker
-            return m.Refusal.UNPLANNABLE, f"no worker can serve this request as asked ({forced})"
-        if self._overdue(flight, now_s):
-            waited = f"waited {self._limits.max_wait_s:g} s for a worker"
-            reasons = sorted({c.why_not for c in candidates})
-            return m.Refusal.NO_WORKER, f"{waited}; {'; '.join(reasons[:4])}"
-        return None
-
-    def _start(
-        self, flight: Flight, plan: m.Candidate, choice: m.Choice, now_s: float
-    ) -> m.Command:
-        request = flight.request
-        self._queue.remove(flight)
-        flight.attempt += 1
-        flight.plan = plan
-        flight.dispatched_s = now_s
-        workers, attempt = self._ledger.workers, flight.attempt
-        booking = Booking(request.prompt_tokens, kv_tokens(request))
-        if plan.plan is m.PlanKind.AGGREGATED:
-            flight.legs = {m.Leg.AGGREGATED: plan.decode_worker}
-            key = (request.request_id, attempt, m.Leg.AGGREGATED)
-            workers[plan.decode_worker].book(key, booking)
-            return m.StartAggregated(request.request_id, attempt, plan.decode_worker, choice)
-        flight.legs = {m.Leg.PREFILL: plan.prefill_worker}
-        workers[plan.prefill_worker].book(
-            (request.request_id, attempt, m.Leg.PREFILL),
-            Booking(request.prompt_tokens, request.prompt_tokens),
-        )
-        workers[plan.decode_worker].book(
-            (request.request_id, attempt, m.Leg.DECODE), Booking(0, booking.kv_tokens)
-        )
-        return m.StartPrefill(
-            request.request_id, attempt, plan.prefill_worker, plan.decode_worker, choice
-        )
-
-    def _wake(self) -> Commands:
-        if not self._queue:
-            return []
-        first_s = min(flight.arrived_s for flight in self._queue) + self._limits.max_wait_s
-        if self._wake_s is not None and self._wake_s <= first_s:
-            return []
-        self._wake_s = first_s
-        return [m.WakeAt(first_s)]
-
-
-def _only(plan: m.Candidate | None) -> m.Choice:
-    return m.Choice((plan,), plan) if plan is not None else m.Choice()

@@ -1,21 +1,23 @@
-"""Policies choose among priced plans. Each is named by what it prefers."""
+"""Policies decide when and where a request goes. Each is named by what it prefers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
-from splitserve.messages import Candidate, GenerateRequest
-from splitserve.scheduling.ledger import Ledger
+from splitserve.scheduling.desk import Desk
+from splitserve.scheduling.flight import Flight
 
 
 class Policy(Protocol):
-    """Picks one feasible plan, or None to let the request wait.
+    """Empties the queue as far as it should be emptied now.
 
-    `candidates` are all plans with their prices and reasons; `ledger` is what every worker has
-    been given. A policy must not keep a clock or draw random numbers.
+    `arrived` tells of a request that waits now, `left` of one that was cancelled while it waited;
+    what `pump` itself starts or declines it knows. `pump` is called after every event. A policy
+    keeps no clock and draws no random numbers but from a seeded `random.Random` of its own.
     """
 
-    def choose(
-        self, request: GenerateRequest, candidates: Sequence[Candidate], ledger: Ledger
-    ) -> Candidate | None: ...
+    def arrived(self, flight: Flight, desk: Desk, now_s: float) -> None: ...
+
+    def left(self, flight: Flight) -> None: ...
+
+    def pump(self, desk: Desk, now_s: float) -> None: ...

@@ -7,7 +7,7 @@ import pytest
 from splitserve import eventlog
 from splitserve import messages as m
 from splitserve.pairing import why_not_pair
-from splitserve.performance.rates import Rates
+from splitserve.performance.links import Links
 from splitserve.scheduling import Scheduler, SchedulerLimits
 
 KEY = "weights=1;dtype=float32"
@@ -159,7 +159,7 @@ def test_a_request_that_waits_too_long_is_told_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "wish", "refusal"),
+    "workers, wish, refusal",
     [
         ((), {}, m.Refusal.UNKNOWN_MODEL),
         ((WHOLE,), {"model": "x"}, m.Refusal.UNKNOWN_MODEL),
@@ -217,17 +217,35 @@ def test_work_goes_where_least_is_predicted() -> None:
     assert [s.worker_id for s in starts if isinstance(s, m.StartAggregated)] == ["fast", "fast"]
 
 
-def test_rates_are_learnt() -> None:
-    rates = Rates()
-    for _ in range(60):
-        rates.of("w").saw_prefill(1000, 0.5)
-        rates.of("w").saw_decode(10, 0.2)
-        rates.saw_transfer("p", "w", 1 << 30, 1.0)
-    assert rates.prefill_s("w", 2000) == pytest.approx(1.0, rel=0.01)
-    assert rates.decode_step_s("w") == pytest.approx(0.02, rel=0.01)
-    assert rates.transfer_s("p", "w", 1 << 30) == pytest.approx(1.0, rel=0.01)
-    rates.forget("w")
-    assert not rates.links
+def test_speeds_are_learnt_from_what_the_router_sees() -> None:
+    scheduler = fleet(worker("a", m.Role.AGGREGATED, prefill_tok_s=100.0, decode_tok_s=5.0))
+    model = scheduler.ledger.workers["a"].model
+    now_s = 10.0
+    for number in range(60):
+        name = f"r{number}"
+        request = m.GenerateRequest(name, "m", 400 + 20 * number, max_tokens=10)
+        scheduler.step(m.RequestArrived(request), now_s)
+        now_s += request.prompt_tokens / 1000
+        scheduler.step(m.FirstToken(name, 1), now_s)
+        for token in range(2, 11):
+            now_s += 0.02
+            scheduler.step(m.StreamsAdvanced(((name, 1, token, now_s),)), now_s)
+        scheduler.step(m.DecodeFinished(name, 1, request.prompt_tokens, 0, 10), now_s)
+    assert model.prefill_s(2000, 2e6, 0, 0) == pytest.approx(2.0, rel=0.1)
+    assert model.decode_step_s(1, 1000) == pytest.approx(0.02, rel=0.1)
+
+
+def test_links_are_learnt_from_handoffs() -> None:
+    links = Links()
+    assert links.transfer_s("p", "d", 100e6) == pytest.approx(1.01)
+    for _ in range(20):
+        links.of("p", "d").see(1 << 30, 1.0)
+    assert links.transfer_s("p", "d", 1 << 30) == pytest.approx(1.01, rel=0.01)
+    links.begin("p", "d", 1 << 30)
+    assert links.transfer_s("p", "x", 0) > 5  # behind what leaves p, at the assumed rate
+    links.end("p", "d", 1 << 30)
+    links.forget("d")
+    assert not links.pairs.get(("p", "d"))
 
 
 @pytest.mark.parametrize("line", ["", "{", "[]", '{"event":"No","now_s":1}', '{"now_s":1}'])

@@ -1,0 +1,1 @@
+"""Which prompts' beginnings are likely to be in which worker's cache."""

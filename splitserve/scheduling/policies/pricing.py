@@ -1,0 +1,369 @@
+"""What SLACK computes of plans: prices, guards, the choice, and the explanation afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from splitserve import messages as m
+from splitserve.pairing import why_not_pair
+from splitserve.performance.coefficients import area
+from splitserve.scheduling.desk import Desk
+from splitserve.scheduling.flight import Flight, deadline_of
+from splitserve.scheduling.guards import HEADROOM, Guards
+from splitserve.scheduling.ledger import WorkerAccount
+from splitserve.scheduling.plans import PlanTable
+from splitserve.scheduling.policies.immediate import decline_if_hopeless
+
+if TYPE_CHECKING:
+    from splitserve.scheduling.policies.slack import SlackSettings
+
+_DECODE_AHEAD = 10  # steps of decode speed that count beside one first token
+_MIXED = frozenset({m.Role.AGGREGATED, m.Role.AUTO})
+
+
+class Pricing:
+    """Prices plans of one scheduler at one instant (`begin`)."""
+
+    def __init__(self, desk: Desk, guards: Guards, settings: SlackSettings) -> None:
+        self.desk = desk
+        self.now_s = 0.0
+        self._guards = guards
+        self._settings = settings
+        self._table = PlanTable(desk)
+        self._usable: dict[str, list[WorkerAccount]] = {}
+
+    def begin(self, now_s: float) -> None:
+        """Everything is priced as of now."""
+        self.now_s = now_s
+        self._usable.clear()
+
+    @property
+    def tick(self) -> int:
+        """The instant of now, in changes of the ledger."""
+        return self.desk.ledger.ticks.value
+
+    def changed_since(self, tick: int) -> bool:
+        """True when any worker has changed after `tick`, or none is there."""
+        return self.tick > tick or not self.desk.ledger.workers
+
+    def usable(self, request: m.GenerateRequest) -> list[WorkerAccount]:
+        """Workers that serve the model and take new work."""
+        known = self._usable.get(request.model)
+        if known is None:
+            serving = self.desk.ledger.serving(request.model)
+            known = self._usable[request.model] = [a for a in serving if not a.snapshot.draining]
+        return known
+
+    # --- interactive ----------------------------------------------------------------------------
+
+    def choose(self, flight: Flight, deadline_s: float, since: int = -1) -> m.Candidate | None:
+        """Return the best plan that passes every guard, or None.
+
+        Only plans with a worker that has changed after tick `since` are looked at.
+        """
+        local, local_p = self._best_local(flight, deadline_s, since)
+        if local is not None and local[1] <= self._settings.local_tokens:
+            return local[0]
+        remote = self._best_remote(flight, deadline_s, since)
+        if remote is None:
+            return (local or local_p or (None, 0))[0]
+        if local is None:
+            return remote
+        soon_s = remote.predicted_ttft_s
+        return local[0] if local[0].predicted_ttft_s < self._remote_bonus(soon_s) else remote
+
+    @staticmethod
+    def _remote_bonus(remote_s: float) -> float:
+        """A hand-off keeps a prefill away from somebody's decode; that is worth a little time."""
+        return remote_s * 1.0
+
+    def _best_local(
+        self, flight: Flight, deadline_s: float, since: int
+    ) -> tuple[tuple[m.Candidate, int] | None, tuple[m.Candidate, int] | None]:
+        """Best whole plan on workers that decode, and on those meant for prefill."""
+        best: tuple[m.Candidate, int] | None = None
+        best_p: tuple[m.Candidate, int] | None = None
+        score, score_p = math.inf, math.inf
+        own_s = self._own_step_s(flight.request)
+        for account in self._candidates(flight):
+            if account.version <= since:
+                continue
+            found = self._local(flight, account, deadline_s, own_s)
+            if found is None:
+                continue
+            fresh = found[1]
+            cost = (account.pending_prefill_tokens + fresh) * (account.in_flight + 1)
+            if account.snapshot.role is m.Role.PREFILL:
+                if cost < score_p:
+                    best_p, score_p = found, cost
+            elif cost < score:
+                best, score = found, cost
+        return best, best_p
+
+    def _candidates(self, flight: Flight) -> Iterator[WorkerAccount]:
+        request = flight.request
+        if request.forced_plan is m.PlanKind.DISAGGREGATED:
+            return
+        for account in self._whole_allowed(flight):
+            if request.forced_worker not in (None, account.worker_id):
+                continue
+            if account.in_flight < account.snapshot.max_running:
+                yield account
+
+    def _alive(self, flight: Flight) -> list[WorkerAccount]:
+        """Usable workers that have not failed this request, or all where none is left."""
+        usable = list(self.usable(flight.request))
+        return [a for a in usable if a.worker_id not in flight.failed_workers] or usable
+
+    def _whole_allowed(self, flight: Flight) -> list[WorkerAccount]:
+        """Workers that may run a request whole: those meant to, else decode workers, else any.
+
+        A worker whose role was declared does not run whole what a pair can split.
+        """
+        request = flight.request
+        accounts = self._alive(flight)
+        mixed = [a for a in accounts if a.snapshot.role in _MIXED or a.snapshot.soft_role]
+        splittable = not request.unsplittable and not flight.handoff_failed
+        forced = request.forced_plan is m.PlanKind.AGGREGATED
+        if mixed or (splittable and not forced and self._has_pair(accounts)):
+            return mixed
+        return [a for a in accounts if a.snapshot.role is m.Role.DECODE] or accounts
+
+    @staticmethod
+    def _has_pair(accounts: list[WorkerAccount]) -> bool:
+        prefills = [a.snapshot for a in accounts if a.snapshot.role is m.Role.PREFILL]
+        decodes = [a.snapshot for a in accounts if a.snapshot.role is m.Role.DECODE]
+        return any(not why_not_pair(p, d) for p in prefills for d in decodes)
+
+    def _local(
+        self, flight: Flight, account: WorkerAccount, deadline_s: float, own_s: float
+    ) -> tuple[m.Candidate, int] | None:
+        request, model = flight.request, account.model
+        if self._guards.why_decode_breaks(
+            account, request, batch=False, floor_s=own_s, now_s=self.now_s
+        ):
+            return None
+        fresh = self.desk.uncached(account, request)
+        fresh_area = area(fresh, request.prompt_tokens - fresh)
+        ttft_s = model.prefill_s(
+            account.pending_prefill_tokens + fresh,
+            account.pending_area + fresh_area,
+            account.streams_soon,
+            account.kv_soon_tokens,
+        )
+        step_s = self._table.decode_step_s(account, request)
+        end_s = self.now_s + model.margin * ttft_s + self._tail_s(request, step_s)
+        if end_s > deadline_s:
+            return None
+        if self._guards.why_prefill_breaks(
+            account, fresh, fresh_area, request.prompt_tokens, self.now_s
+        ):
+            return None
+        worker = account.worker_id
+        plan = m.PlanKind.AGGREGATED
+        return m.Candidate(plan, worker, worker, ttft_s, step_s), fresh
+
+    def _tail_s(self, request: m.GenerateRequest, step_s: float) -> float:
+        """For an end-to-end class the answer must be complete, not begun."""
+        if request.slo.ttft_s is not None or request.slo.deadline_s is None:
+            return 0.0
+        return self.desk.lengths.left(request, 0.8, 0) * step_s
+
+    def _best_remote(self, flight: Flight, deadline_s: float, since: int) -> m.Candidate | None:
+        request = flight.request
+        if request.unsplittable or flight.handoff_failed:
+            return None
+        if request.forced_plan is m.PlanKind.AGGREGATED:
+            return None
+        best: m.Candidate | None = None
+        accounts = [a for a in self._alive(flight) if a.snapshot.connector]
+        if len(accounts) < 2 or all(a.version <= since for a in accounts):
+            return None
+        decodes = [a for a in accounts if a.snapshot.role is not m.Role.PREFILL]
+        decodes = [a for a in decodes if not self._why_not_decode(a, flight)]
+        for prefill in accounts:
+            if prefill.snapshot.role is m.Role.DECODE or (flight.batch and prefill.batch_pending):
+                continue
+            for decode in decodes:
+                if prefill.version <= since and decode.version <= since:
+                    continue
+                found = self._remote(flight, prefill, decode, deadline_s)
+                if found is not None and (best is None or _cost(found) < _cost(best)):
+                    best = found
+        return best
+
+    def _why_not_decode(self, account: WorkerAccount, flight: Flight) -> str:
+        request, batch = flight.request, flight.batch
+        if account.in_flight >= account.snapshot.max_running:
+            return "full"
+        floor_s = self._settings.batch_floor_tpot_s if batch else self._own_step_s(request)
+        return self._guards.why_decode_breaks(
+            account, request, batch=batch, floor_s=floor_s, now_s=self.now_s
+        )
+
+    def _own_step_s(self, request: m.GenerateRequest) -> float:
+        """The step a request asks for; none where no worker could give it even alone."""
+        target_s = request.slo.tpot_s
+        if target_s is None:
+            return math.inf
+        tokens = request.prompt_tokens
+        steps = [a.model.decode_step_s(1, tokens) for a in self.usable(request)]
+        return target_s if steps and HEADROOM * min(steps) <= target_s else math.inf
+
+    def _remote(
+        self, flight: Flight, prefill: WorkerAccount, decode: WorkerAccount, deadline_s: float
+    ) -> m.Candidate | None:
+        request = flight.request
+        if prefill is decode or prefill.in_flight >= prefill.snapshot.max_running:
+            return None
+        if request.forced_worker not in (None, prefill.worker_id, decode.worker_id):
+            return None
+        if why_not_pair(prefill.snapshot, decode.snapshot):
+            return None
+        measured = self.desk.links.measured(prefill.worker_id, decode.worker_id)
+        if not measured and not self._must_probe(prefill, decode, request):
+            return None
+        fresh = self.desk.uncached(prefill, request)
+        short = fresh <= self._settings.least_remote_tokens and request.forced_plan is None
+        if short and prefill.snapshot.role in _MIXED:
+            return None
+        # The guards know memory better than the booking that the table goes by.
+        candidate = replace(self._table.price_pair(request, prefill, decode), why_not="")
+        late_s = (prefill.model.margin - 1) * self._table.prefill_s(prefill, request)
+        tail_s = self._tail_s(request, candidate.predicted_tpot_s)
+        if self.now_s + candidate.predicted_ttft_s + late_s + tail_s > deadline_s:
+            return None
+        if self._guards.why_prefill_breaks(
+            prefill,
+            fresh,
+            area(fresh, request.prompt_tokens - fresh),
+            request.prompt_tokens,
+            self.now_s,
+        ):
+            return None
+        return candidate
+
+    def _must_probe(
+        self, prefill: WorkerAccount, decode: WorkerAccount, request: m.GenerateRequest
+    ) -> bool:
+        """An unmeasured link is tried where roles leave no other way, one request at a time."""
+        split_roles = (
+            prefill.snapshot.role is m.Role.PREFILL and decode.snapshot.role is m.Role.DECODE
+        )
+        return request.forced_plan is m.PlanKind.DISAGGREGATED or split_roles
+
+    # --- batch ----------------------------------------------------------------------------------
+
+    def choose_batch(self, flight: Flight) -> m.Candidate | None:
+        """Return a plan on the least loaded worker that may take a batch piece now.
+
+        Where roles were declared, batch is split like everything else.
+        """
+        request = flight.request
+        best: WorkerAccount | None = None
+        best_cost = (True, math.inf)
+        for account in self._candidates(flight):
+            if account.batch_pending or self._why_not_batch(account, request):
+                continue
+            cost = (
+                account.snapshot.role is not m.Role.PREFILL,
+                account.pending_prefill_tokens
+                + self.desk.uncached(account, request)
+                + account.streams_soon,
+            )
+            if best is None or cost < best_cost:
+                best, best_cost = account, cost
+        if best is None:
+            return self._best_remote(flight, math.inf, -1)
+        step_s = self._table.decode_step_s(best, request)
+        ttft_s = self._table.prefill_s(best, request)
+        worker = best.worker_id
+        return m.Candidate(m.PlanKind.AGGREGATED, worker, worker, ttft_s, step_s)
+
+    def _why_not_batch(self, account: WorkerAccount, request: m.GenerateRequest) -> str:
+        why = self._guards.why_decode_breaks(
+            account,
+            request,
+            batch=True,
+            floor_s=self._settings.batch_floor_tpot_s,
+            now_s=self.now_s,
+        )
+        if why:
+            return why
+        fresh = self.desk.uncached(account, request)
+        return self._guards.why_prefill_breaks(
+            account,
+            fresh,
+            area(fresh, request.prompt_tokens - fresh),
+            request.prompt_tokens,
+            self.now_s,
+        )
+
+    def batch_is_in_the_way(self, account: WorkerAccount, flight: Flight) -> bool:
+        """True when without batch's pending prefill the worker would meet this deadline."""
+        request = flight.request
+        fresh = self.desk.uncached(account, request)
+        alone_s = account.model.prefill_s(
+            fresh,
+            area(fresh, request.prompt_tokens - fresh),
+            account.streams,
+            account.kv_soon_tokens,
+        )
+        return self.now_s + account.model.margin * alone_s <= deadline_of(flight)
+
+    # --- giving up, explaining ------------------------------------------------------------------
+
+    def best_idle_s(self, flight: Flight) -> float:
+        """TTFT on the best worker if it were idle; infinite when there is none."""
+        request = flight.request
+        best_s = math.inf
+        for account in self.usable(request):
+            fresh = self.desk.uncached(account, request)
+            alone_s = account.model.prefill_s(
+                fresh, area(fresh, request.prompt_tokens - fresh), 0, 0
+            )
+            best_s = min(best_s, alone_s)
+        return best_s
+
+    def refuse_hopeless(self, flight: Flight, ahead: int) -> None:
+        """429 with the predicted wait, spread a little so that clients do not return together."""
+        request = flight.request
+        digest = hashlib.blake2b(request.request_id.encode(), digest_size=2).digest()
+        spread = 1.0 + 0.25 * int.from_bytes(digest) / 65535
+        accounts = list(self.usable(request))
+        wait_s = min(self._table.prefill_s(account, request) for account in accounts)
+        wait_s += ahead * self.best_idle_s(flight) / len(accounts)
+        retry_s = min(60.0, max(1.0, math.ceil(spread * wait_s)))
+        detail = f"the first token would take about {wait_s:.1f} s, over its target"
+        choice = m.Choice(self._table.candidates(request))
+        self.desk.decline(flight, m.Refusal.HOPELESS, detail, retry_s, choice)
+
+    def decline_if_unservable(self, flight: Flight) -> bool:
+        """End a request that no worker can serve at all, or that waited too long."""
+        request = flight.request
+        overdue = self.now_s >= flight.arrived_s + self.desk.limits.max_wait_s
+        usable = bool(self.usable(request))
+        free = request.forced_plan is None and request.forced_worker is None
+        if usable and ((free and not overdue) or (flight.batch and overdue)):
+            return False  # batch waits as long as it has to
+        candidates = self._table.candidates(flight.request, flight.failed_workers)
+        return decline_if_hopeless(flight, self.desk, m.Choice(candidates), self.now_s)
+
+    def explain(self, flight: Flight, plan: m.Candidate) -> m.Choice:
+        """Return every candidate with its price and the guard that refused it."""
+        request = flight.request
+        shown = [
+            c
+            for c in self._table.candidates(request, flight.failed_workers)
+            if (c.plan, c.prefill_worker, c.decode_worker)
+            != (plan.plan, plan.prefill_worker, plan.decode_worker)
+        ]
+        return m.Choice((plan, *shown), plan)
+
+
+def _cost(candidate: m.Candidate) -> float:
+    return candidate.predicted_ttft_s + _DECODE_AHEAD * candidate.predicted_tpot_s
