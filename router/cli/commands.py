@@ -14,6 +14,7 @@ from router.cli.errors import CliError, WrongUsage
 from router.cli.explain import explain
 from router.cli.models import models
 from router.cli.route import route
+from router.cli.simulate import simulate
 from router.cli.up import up
 from router.cli.version import version
 from router.cli.worker import worker
@@ -40,7 +41,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for command in (up, route, worker, demo, check, explain, version):
+    for command in (up, route, worker, demo, check, explain, simulate, version):
         app.command()(command)
     app.add_typer(models, name="models")
     app.add_typer(bench, name="bench")

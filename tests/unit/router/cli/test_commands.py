@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from router.cli.commands import build_app, run
 
-COMMANDS = ("up", "route", "worker", "demo", "check", "explain", "version", "models", "bench")
-LATER = ("simulate", "plan", "probe", "top")
+COMMANDS = ("simulate", "up", "route", "worker", "demo", "check", "explain", "version", "models", "bench")
+LATER = ("plan", "probe", "top")
 GOOD = "models: {m: {workers: [{url: 'http://10.0.0.5:8000', role: prefill}]}}\n"
 
 
@@ -119,7 +119,7 @@ def test_check_prints_what_it_can_read_back(
 ) -> None:
     assert run(["check", "-c", str(config), "--print-config"]) == 0
     printed = capsys.readouterr().out
-    assert yaml.safe_load(printed)["policy"] == "least-work"
+    assert yaml.safe_load(printed)["policy"] == "slack"
     config.write_text(printed)
     assert run(["check", "-c", str(config), "--print-config"]) == 0
     assert capsys.readouterr().out == printed
