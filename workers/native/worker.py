@@ -68,7 +68,7 @@ def build(settings: WorkerSettings, folder: Path, model_hash: str) -> Worker:
         eos=frozenset(config.eos_ids),
         model_hash=model_hash,
         vocab_size=config.vocab_size,
-        make_detokenizer=lambda: IncrementalDetokenizer(tokenizer),
+        make_detokenizer=lambda: IncrementalDetokenizer(tokenizer, at_text_start=False),
         allow_shared_memory=settings.shared_memory,
     )
     handoffs = HandoffServer(engine.offers, pool, engine.pairing_key, settings.host)

@@ -29,14 +29,14 @@ class Slice:
 
 
 def plan_step(running: Seq[Sequence], budget_tokens: int) -> list[Slice]:
-    """Every decoding sequence one row, then prompts in order of arrival, within the budget.
+    """Every decoding sequence one row, then prompts by priority and arrival, within the budget.
 
     Decodes are never held back by prompts: the budget bounds how long a step may make them wait.
     """
     decodes = [Slice(s, 1) for s in running if s.remaining == 1]
     left = budget_tokens - len(decodes)
     prompts: list[Slice] = []
-    for sequence in running:
+    for sequence in sorted(running, key=lambda s: s.priority):  # stable: age within a priority
         if sequence.remaining <= 1 or left <= 0:
             continue
         limit = left if sequence.prompt_logprobs is None else min(left, _LOGPROB_CHUNK_TOKENS)

@@ -94,11 +94,13 @@ class EngineCore:
     # --- requests come and go -------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; it starts in a later step."""
+        """Queue a sequence behind those of its priority; it starts in a later step."""
         if sequence.offer is not None and sequence.offer.ended:  # nobody would free its blocks
             sequence.sink(Failed(HandoffBroken(f"the offer ended early: {sequence.offer.ended}")))
             return
-        self.waiting.append(sequence)
+        later = (i for i, s in enumerate(self.waiting) if s.priority > sequence.priority)
+        at = next(later, len(self.waiting))
+        self.waiting.insert(at, sequence)
 
     def abort(self, request_id: str) -> None:
         """Forget a request. KV that a hand-off thread still writes is kept until it ends."""
@@ -230,7 +232,7 @@ class EngineCore:
 
     def _preempt(self) -> None:
         movable = [s for s in self.running if not s.pulling and s.offer is None]
-        youngest = max(movable, key=lambda s: (s.arrived_s, s.index))
+        youngest = max(movable, key=lambda s: (s.priority, s.arrived_s, s.index))
         self.running.remove(youngest)
         self.memory.release(youngest)
         youngest.prompt_entries.clear()  # they are noted again when the prompt is computed again

@@ -36,6 +36,7 @@ Order = Callable[[EngineCore], None]
 class Generation:
     """One prompt to answer `choices` times. `first_index` numbers its choices in the reply.
 
+    `priority`: lower numbers are prefilled first, as in vLLM.
     `source` set: pull the prompt's KV instead of computing it. `prompt_logprobs` set: report
     log-probabilities of the prompt too, with that many rivals.
     """
@@ -49,6 +50,7 @@ class Generation:
     salt: bytes = b""
     source: HandoffReference | None = None
     prompt_logprobs: int | None = None
+    priority: int = 0
 
 
 class Engine:
@@ -180,6 +182,7 @@ class Engine:
             sink=wish.sink,
             text=TextStream(self._make_detokenizer(), wish.params.stop),
             salt=self._salt + wish.salt,
+            priority=wish.priority,
             arrived_s=now_s,
         )
 

@@ -61,6 +61,7 @@ class Sequence:
 
     `index` is the choice's number in the answer, `fork` its number among the choices of one
     prompt (0 is the one that computes the prompt; `siblings` fork from it when that is done).
+    Prompts of a lower `priority` number are computed first.
     `computed` counts tokens whose KV is in `blocks`.
     """
 
@@ -73,6 +74,7 @@ class Sequence:
     text: TextStream
     salt: bytes
     arrived_s: float
+    priority: int = 0
     siblings: list[Sequence] = field(default_factory=list)
     offer: Offer | None = None
     pull: Pull | None = None

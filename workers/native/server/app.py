@@ -24,7 +24,7 @@ from workers.native.server.completions import CompletionAnswer
 from workers.native.server.errors import ApiError, bad_request, classify
 from workers.native.server.fields import ChatFields, CompletionFields, TokenizeFields, parse
 from workers.native.server.generation import OutputStream
-from workers.native.server.service import HANDOFF_HEADER, Service
+from workers.native.server.service import HANDOFF_HEADER, PRIORITY_HEADER, Service
 
 log = logging.getLogger("splitserve.worker")
 
@@ -138,6 +138,7 @@ def _add_router_routes(app: FastAPI, service: Service) -> None:
 
 async def _prefill(service: Service, request: Request, answer: Answer) -> Response:
     stream = OutputStream(service.engine)
+    _prioritise(service, request, answer)
     wishes = await answer.wishes(stream, None)
     if len(wishes) != 1:
         raise bad_request("several prompts cannot share one hand-off", "prompt")
@@ -152,10 +153,16 @@ async def _prefill(service: Service, request: Request, answer: Answer) -> Respon
     return GuardedStream(stack, reply.lines(offer), media_type="application/x-ndjson")
 
 
+def _prioritise(service: Service, request: Request, answer: Answer) -> None:
+    header = request.headers.get(PRIORITY_HEADER)
+    answer.fields.priority = service.priority_from(header, answer.fields.priority)
+
+
 async def _generate(service: Service, request: Request, answer: Answer) -> Response:
     """Run a request. The status is sent when the first token is there, so errors keep theirs."""
     stack = contextlib.AsyncExitStack()
     try:
+        _prioritise(service, request, answer)
         source = service.handoff_from(request.headers.get(HANDOFF_HEADER))
         stream = await stack.enter_async_context(OutputStream(service.engine))
         response = await _or_gone(request, _begin(answer, stream, source, stack))

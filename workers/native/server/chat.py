@@ -45,6 +45,7 @@ class ChatAnswer:
                 choices=fields.choices,
                 salt=(fields.cache_salt or "").encode(),
                 source=source,
+                priority=fields.priority or 0,
             )
         ]
 

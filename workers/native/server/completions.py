@@ -59,6 +59,7 @@ class CompletionAnswer:
                 first_index=number * fields.choices,
                 salt=(fields.cache_salt or "").encode(),
                 source=source,
+                priority=fields.priority or 0,
                 prompt_logprobs=fields.logprobs if self._wants_prompt_logprobs else None,
             )
             for number, prompt in enumerate(self._prompts)

@@ -90,6 +90,7 @@ class GenerateFields(BaseModel):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
 
     @property

@@ -14,6 +14,7 @@ from workers.native.server.errors import ApiError, bad_request, unsupported
 from workers.native.server.fields import ChatFields, CompletionFields
 
 HANDOFF_HEADER = "x-splitserve-handoff"
+PRIORITY_HEADER = "x-splitserve-priority"
 _INLINE_CHARACTERS = 2000  # longer texts are tokenised off the event loop
 
 
@@ -95,6 +96,12 @@ class Service:
     async def _off_loop(make: Any, characters: int) -> list[int]:
         ids = await asyncio.to_thread(make) if characters > _INLINE_CHARACTERS else make()
         return list(ids)
+
+    @staticmethod
+    def priority_from(header: str | None, given: int | None) -> int | None:
+        """A router's word on priority goes before the client's own."""
+        known = header is not None and header.lstrip("-").isdecimal()
+        return max(-1000, min(1000, int(header))) if known and header else given
 
     @staticmethod
     def handoff_from(header: str | None) -> HandoffReference | None:

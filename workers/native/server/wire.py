@@ -36,6 +36,7 @@ def profile(service: Service) -> dict[str, Any]:
         "connector": "native",
         "pairing_key": engine.pairing_key,
         "max_running": engine.settings.max_running,
+        "step_tokens": engine.settings.step_tokens,
         "max_context_tokens": engine.settings.max_context_tokens,
         "kv_capacity_tokens": stats.kv_capacity_tokens,
         "kv_bytes_per_token": engine.pool.layout.token_bytes,

@@ -123,10 +123,12 @@ class DrivenCore:
         *,
         choices: int = 1,
         prompt_logprobs: int | None = None,
+        priority: int = 0,
     ) -> Received:
         """Queue a request that is computed here."""
         parent, received = self._family(request_id, prompt, params, choices)
         parent.prompt_logprobs = prompt_logprobs
+        parent.priority = priority
         self.core.add(parent)
         return received
 

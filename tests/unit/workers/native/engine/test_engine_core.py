@@ -273,3 +273,18 @@ def test_a_pulled_prompt_is_not_computed() -> None:
         driven.run()
         check(driven, received, prompt_of(8), params, choices=3)
         assert received.reports[0].cached_tokens == expected_first * 4
+
+
+def test_prompts_of_a_lower_priority_number_are_prefilled_first() -> None:
+    driven = DrivenCore(blocks=60, step_tokens=8)
+    batch = driven.add("batch", prompt_of(40), greedy(), priority=10)
+    driven.step()  # it has begun
+    waiting = driven.add("waiting", prompt_of(40, seed=1), greedy(), priority=10)
+    urgent = driven.add("urgent", prompt_of(12, seed=2), greedy())
+    while not urgent.reports:
+        assert driven.step()
+    assert not batch.reports
+    assert not waiting.reports
+    driven.run()
+    for received, seed, length in ((batch, 0, 40), (waiting, 1, 40), (urgent, 2, 12)):
+        check(driven, received, prompt_of(length, seed), greedy())
