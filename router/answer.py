@@ -209,14 +209,17 @@ class Answer:
         """Relay the body, of which `piece` is the beginning."""
         meter = UsageMeter(stream=self._stream)
         cutter = EventCutter() if is_event_stream(response.headers) else None
-        waiting = self._stream
+        waiting, first = self._stream, 0
+        request_id = self._record.request.request_id
         while piece:
             whole = piece if cutter is None else cutter.whole(piece)
             if waiting and (cutter is None or bears_token(whole)):
-                waiting = False
+                waiting, first = False, meter.events
                 self._first_token(attempt, response.headers)
             if whole:
                 meter.see(whole)
+                if not waiting and self._stream:
+                    self._dispatcher.advanced(request_id, attempt, max(1, meter.events - first))
                 await output.write(whole)
             piece = b"" if response.at_end else await anext(response, b"")
         if cutter is not None and (rest := cutter.rest()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -23,6 +24,7 @@ from router.api.limits import BoundedHttp, SmallBodies
 from router.api.state import StateRoutes
 from router.dispatch import Dispatcher
 from router.event_log import EventLogFile
+from router.planner import Planner
 from router.registry import Registry
 from router.settings import RouterSettings
 from router.telemetry.metrics import RouterMetrics
@@ -30,6 +32,7 @@ from router.telemetry.records import RecordStore
 from router.upstream import HttpUpstream
 from router.wire import Deadlines
 from splitserve.scheduling import Scheduler, SchedulerLimits
+from splitserve.scheduling.policies.catalog import by_name
 
 log = logging.getLogger("splitserve.router")
 
@@ -41,7 +44,8 @@ class RouterApp:
         limits = settings.limits
         self.settings = settings
         self.scheduler = Scheduler(
-            limits=SchedulerLimits(limits.queue, limits.attempts, limits.max_wait_s)
+            by_name(settings.policy),
+            limits=SchedulerLimits(limits.queue, limits.attempts, limits.max_wait_s),
         )
         self._event_log = EventLogFile(settings.event_log) if settings.event_log else None
         self.dispatcher = Dispatcher(
@@ -57,6 +61,7 @@ class RouterApp:
         )
         keyring = Keyring(settings, environ)
         self.dispatcher.on_suspicion = self.registry.poke
+        self.planner = Planner(self.dispatcher, self.registry)
         self.generate = GenerateEndpoint(self.dispatcher, settings, keyring)
         state = StateRoutes(self.dispatcher, self.registry, keyring, tuple(settings.models))
         self.api = _build_api(self._lifespan, state, self.generate)
@@ -67,9 +72,12 @@ class RouterApp:
         for spec in self.settings.worker_specs:
             if spec.url is not None:
                 self.registry.add(str(spec.url), spec.role, spec.name or "", spec.model or "")
+        planning = asyncio.create_task(self.planner.run())
         try:
             yield
         finally:
+            planning.cancel()
+            await asyncio.gather(planning, return_exceptions=True)
             await self.registry.stop()
             await self.dispatcher.shutdown()
             self.upstream.close()

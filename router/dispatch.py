@@ -23,6 +23,7 @@ from splitserve.scheduling import Scheduler
 log = logging.getLogger("splitserve.dispatch")
 
 _LAST_RELEASES_S = 1.0
+_PROGRESS_S = 0.05  # how often the scheduler hears how far streams have come
 
 
 class EventSink(Protocol):
@@ -91,6 +92,8 @@ class Dispatcher:
         self._inboxes: dict[str, Inbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self.on_event: Callable[[m.Event, float], None] | None = None
+        self._progress: dict[str, tuple[str, int, int, float]] = {}
 
     @property
     def live(self) -> int:
@@ -116,11 +119,24 @@ class Dispatcher:
         self.tell(m.RequestCancelled(request_id))
         self.metrics.saw_end(record)
 
+    def advanced(self, request_id: str, attempt: int, tokens: int) -> None:
+        """A stream has come so far; told to the scheduler together with others, soon."""
+        if not self._progress:
+            asyncio.get_running_loop().call_later(_PROGRESS_S, self._tell_progress)
+        self._progress[request_id] = (request_id, attempt, tokens, self.clock())
+
+    def _tell_progress(self) -> None:
+        progress, self._progress = tuple(self._progress.values()), {}
+        if progress:
+            self.tell(m.StreamsAdvanced(progress))
+
     def tell(self, event: m.Event) -> None:
         """Step the scheduler and hand out what it commands."""
         now_s = self.clock()
         if self._event_log is not None:
             self._record(self._event_log, now_s, event)
+        if self.on_event is not None:
+            self.on_event(event, now_s)
         for command in self.scheduler.step(event, now_s):
             self._obey(command)
 

@@ -43,6 +43,7 @@ class Member:
     misses: int = 0
     trouble: str = "not probed yet"
     draining: bool = False
+    assigned: Role | None = None  # by the planner, where `role` leaves it to choose
     poked: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -100,10 +101,23 @@ class Registry:
     ) -> None:
         """Change what a worker is used for; requests on it go on."""
         member = self.members[worker_id]
-        member.role = role or member.role
+        if role is not None:
+            member.role, member.assigned = role, None
         member.draining = member.draining if draining is None else draining
         if member.snapshot is not None:
-            self._report(member, replace(member.snapshot, role=role or member.snapshot.role))
+            known = member.snapshot
+            declared = known if role is None else replace(known, role=role, soft_role=False)
+            self._report(member, declared)
+
+    def assign(self, worker_id: str, role: Role) -> None:
+        """Give an `auto` worker its role for now; AUTO lets it do both."""
+        member = self.members.get(worker_id)
+        if member is None or member.snapshot is None:
+            return
+        if member.assigned is None and member.snapshot.role is not Role.AUTO:
+            return  # its role was declared
+        member.assigned = role
+        self._report(member, member.snapshot)
 
     def poke(self, worker_id: str) -> None:
         """Something went wrong with this worker: ask it now rather than at the next turn."""
@@ -189,6 +203,8 @@ class Registry:
         if not models:
             known = ", ".join(snapshot.models) or "no model"
             raise ValueError(f"it serves {known}, not {member.model or 'any'}")
+        if member.assigned is not None:
+            snapshot = replace(snapshot, role=member.assigned, soft_role=True)
         member.snapshot = replace(snapshot, models=models, draining=member.draining)
         member.misses, member.trouble, member.models_seen = 0, "", models
         self._dispatcher.tell(WorkerReported(member.snapshot))
@@ -202,7 +218,7 @@ class Registry:
             self._lose(member, reason)
 
     def _lose(self, member: Member, reason: str) -> None:
-        member.snapshot = None
+        member.snapshot = member.assigned = None
         if member.backend is not None:
             self._dispatcher.tell(WorkerLost(member.worker_id, reason))
             self._dispatcher.backends.pop(member.worker_id, None)

@@ -141,6 +141,9 @@ class ServiceClass(Section):
     deadline_s: Positive | None = Field(
         default=None, description="seconds above 0 to the last token"
     )
+    fail_fast: bool = Field(
+        default=False, description="true to refuse at once what would miss its target"
+    )
 
     @model_validator(mode="after")
     def _one_deadline(self) -> Self:

@@ -23,8 +23,9 @@ from router.sections import (
     parse_listen,
 )
 from router.yaml_file import explain, read_yaml
+from splitserve.scheduling.policies.catalog import by_name, names
 
-POLICIES = ("least-work",)
+DEFAULT_POLICY = "slack"
 
 
 def _default_classes() -> dict[str, ServiceClass]:
@@ -54,7 +55,9 @@ class RouterSettings(Section):
         description="classes by name, like interactive: {ttft_ms: 1000, tpot_ms: 50}",
     )
     default_class: str = Field(default="interactive", description="the name of one of the classes")
-    policy: str = Field(default=POLICIES[0], description=f"one of {', '.join(POLICIES)}")
+    policy: str = Field(
+        default=DEFAULT_POLICY, description=f"one of {', '.join(names())}, or package.module:Class"
+    )
     tenants: tuple[Tenant, ...] = Field(default=(), description="a list of {name, key_env}")
     admin: Admin | None = Field(default=None, description="{key_env: NAME_OF_A_VARIABLE}")
     limits: Limits = Field(default=Limits(), description="a block of limits, like {queue: 4096}")
@@ -72,8 +75,7 @@ class RouterSettings(Section):
                 f"default_class {self.default_class!r} is no class here; "
                 f"name one of {', '.join(self.classes)}"
             )
-        if self.policy not in POLICIES:
-            raise ValueError(f"policy {self.policy!r} is unknown; name {' or '.join(POLICIES)}")
+        by_name(self.policy)
         _refuse_repeats("worker name", (w.name for w in self.worker_specs if w.name))
         _refuse_repeats("worker", (f"{w.url} ({w.model})" for w in self.worker_specs if w.url))
         _refuse_repeats("tenant", (tenant.name for tenant in self.tenants))
@@ -155,7 +157,7 @@ def dump(settings: RouterSettings) -> str:
 
 
 __all__ = [
-    "POLICIES",
+    "DEFAULT_POLICY",
     "Admin",
     "Limits",
     "Listen",

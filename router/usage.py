@@ -66,6 +66,11 @@ class UsageMeter:
         elif self._bytes <= _WHOLE_BYTES:
             self._kept.append(piece)
 
+    @property
+    def events(self) -> int:
+        """Server-sent events so far: about one a token."""
+        return self._events
+
     def counts(self) -> TokenCounts:
         """Return what was found."""
         text = b"".join(self._kept)

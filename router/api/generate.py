@@ -25,6 +25,7 @@ from router.event_stream import is_event_stream
 from router.settings import RouterSettings
 from router.telemetry.records import Record, workers_of
 from router.wire import Headers, end_to_end
+from splitserve.scheduling.flight import is_batch
 
 log = logging.getLogger("splitserve.api")
 
@@ -47,6 +48,7 @@ _KEPT_BACK = frozenset(
 # Not passed back: ours are set anew, and the server adds its own date.
 _OURS = frozenset((b"x-request-id", b"date", b"server"))
 _PREFIX = b"x-splitserve-"
+_BATCH_PRIORITY = (b"x-splitserve-priority", b"10")  # native workers prefill it after the rest
 _FORCING = (b"x-splitserve-plan", b"x-splitserve-worker")
 
 
@@ -87,6 +89,8 @@ class GenerateEndpoint:
             )
             output.record = record
             passed_on = _passed_on(scope["headers"], request_id)
+            if is_batch(intake.request):
+                passed_on.append(_BATCH_PRIORITY)
             call = BackendCall(_target(scope), body, passed_on)
             answer = Answer(self._dispatcher, call, record, stream=intake.stream)
             await self._run(answer, output, receive)

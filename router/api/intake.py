@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
+import xxhash
 
 from router.api.errors import ApiError
 from router.settings import RouterSettings, ServiceClass
 from splitserve.messages import GenerateRequest, PlanKind, Slo
 
 _BYTES_PER_TOKEN = 4  # an estimate until a worker reports the true count
+HASH_BLOCK_BYTES = 1024
+_TRUE = (b"1", b"true")
 _SLO_HEADERS = {
     b"x-slo-ttft-ms": "ttft_s",
     b"x-slo-tpot-ms": "tpot_s",
@@ -67,14 +70,21 @@ def read(
     _require(path, fields)
     wanted = fields.max_completion_tokens
     service_class = _service_class(fields, headers, settings)
+    tokens, estimate = _prompt_tokens(fields)
+    own_class = settings.classes[service_class]
     request = GenerateRequest(
         request_id=request_id,
         model=fields.model,
-        prompt_tokens=_prompt_tokens(fields),
+        prompt_tokens=tokens,
+        prompt_is_estimate=estimate,
+        streamed=bool(fields.stream),
+        fail_fast=own_class.fail_fast or headers.get(b"x-slo-fail-fast") in _TRUE,
+        block_hashes=prompt_hashes(bytes(fields.prompt) or bytes(fields.messages), tenant),
+        hash_block_tokens=HASH_BLOCK_BYTES // _BYTES_PER_TOKEN,
         max_tokens=fields.max_tokens if wanted is None else wanted,
         service_class=service_class,
         tenant=tenant,
-        slo=_slo(settings.classes[service_class], headers),
+        slo=_slo(own_class, headers),
         session=headers.get(b"x-session-id", b"").decode("latin-1")[:256],
         unsplittable=_unsplittable(path, fields),
         forced_plan=_forced_plan(headers),
@@ -113,11 +123,25 @@ def _require(path: str, fields: Fields) -> None:
         raise ApiError(400, message, code="invalid_value", param=name)
 
 
-def _prompt_tokens(fields: Fields) -> int:
+def _prompt_tokens(fields: Fields) -> tuple[int, bool]:
+    """Return prompt tokens and whether they are a guess."""
     raw = bytes(fields.prompt) or bytes(fields.messages)
     if raw[:1] == b"[" and raw[1:].lstrip()[:1].isdigit():
-        return raw.count(b",") + 1  # token ids
-    return max(1, len(raw) // _BYTES_PER_TOKEN)
+        return raw.count(b",") + 1, False  # token ids
+    return max(1, len(raw) // _BYTES_PER_TOKEN), True
+
+
+def prompt_hashes(raw: bytes, tenant: str) -> tuple[int, ...]:
+    """Chained hashes of whole blocks of a prompt's bytes, so that equal hashes mean equal prefixes.
+
+    Seeded by the tenant: no tenant's prompts tell anything of another's.
+    """
+    digest = xxhash.xxh3_64_intdigest(tenant.encode())
+    found: list[int] = []
+    for start in range(0, len(raw) - HASH_BLOCK_BYTES + 1, HASH_BLOCK_BYTES):
+        digest = xxhash.xxh3_64_intdigest(raw[start : start + HASH_BLOCK_BYTES], digest)
+        found.append(digest)
+    return tuple(found)
 
 
 def _unsplittable(path: str, fields: Fields) -> str:

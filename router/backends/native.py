@@ -41,6 +41,7 @@ class _Profile(msgspec.Struct):
     kv_bytes_per_token: int
     prefill_tok_s: float
     decode_tok_s: float
+    step_tokens: int = 0
 
 
 class _Load(msgspec.Struct):
@@ -111,6 +112,8 @@ class NativeBackend:
             kv_bytes_per_token=profile.kv_bytes_per_token,
             prefill_tok_s=profile.prefill_tok_s,
             decode_tok_s=profile.decode_tok_s,
+            step_tokens=profile.step_tokens,
+            hands_over_logits=True,
         )
 
     async def load(self, known: WorkerSnapshot) -> WorkerSnapshot:

@@ -34,6 +34,12 @@ def engine(as_json: Json = False, out: Out = None) -> None:
     _measure("engine", "benchmarks.engine_speed", as_json, out)
 
 
+@bench.command("live-flood")
+def live_flood(as_json: Json = False, out: Out = None) -> None:
+    """Interactive requests under a flood of batch, policy beside policy."""
+    _measure("live-flood", "benchmarks.live_flood", as_json, out)
+
+
 def _measure(name: str, module: str, as_json: bool, out: Path | None) -> None:
     import contextlib
     import importlib

@@ -57,6 +57,12 @@ class RouterMetrics:
             ("worker",),
             registry=registry,
         )
+        self._model_error = Gauge(
+            "splitserve_model_error_ratio",
+            "Mean relative error of the latency model",
+            ("worker", "phase"),
+            registry=registry,
+        )
         self._children: dict[str, tuple[Histogram, Histogram, Histogram, Counter]] = {}
         self._ends: dict[tuple[str, str, str], Counter] = {}
 
@@ -100,6 +106,10 @@ class RouterMetrics:
         self._queued.set(scheduler.queued)
         self._live.set(scheduler.live)
         self._in_flight.clear()
+        self._model_error.clear()
         for worker_id, account in scheduler.ledger.workers.items():
             self._in_flight.labels(worker_id).set(account.in_flight)
+            model = account.model
+            self._model_error.labels(worker_id, "prefill").set(model.prefill_drift.error)
+            self._model_error.labels(worker_id, "decode").set(model.decode_drift.error)
         return generate_latest(self.registry)

@@ -17,6 +17,7 @@ from router.testing.script import Script
 from splitserve import eventlog
 from splitserve import messages as m
 from splitserve.scheduling import Scheduler, SchedulerLimits
+from splitserve.scheduling.policies.slack import Slack
 
 CHAT = "/v1/chat/completions"
 PLAIN = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12}
@@ -134,7 +135,7 @@ async def test_replay_gives_the_same_commands(fleet: Fleet, tmp_path: Path, seed
     }  # fmt: skip
     lines = path.read_text().splitlines()
     assert len(lines) == len(router.steps)
-    fresh = Scheduler(limits=SchedulerLimits(queue=40, attempts=3, max_wait_s=2.0))
+    fresh = Scheduler(Slack(), SchedulerLimits(queue=40, attempts=3, max_wait_s=2.0))
     for (event, live), replayed in zip(router.steps, eventlog.replay(lines, fresh), strict=True):
         assert replayed == live, event
         assert list(map(eventlog.encode_command, replayed)) == list(

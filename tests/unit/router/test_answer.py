@@ -246,17 +246,19 @@ async def test_plain_answer_ends_in_the_moment_its_worker_is_lost() -> None:
     await stage.dispatcher.shutdown()
 
 
-async def test_worker_lost_with_nobody_to_move_to_but_it_answers_after_all() -> None:
+async def test_worker_lost_with_nobody_to_move_to_waits_for_one() -> None:
     stage = Stage(("a", m.Role.AGGREGATED), ("b", m.Role.AGGREGATED))
     _, busy = stage.ask()
     _, task = stage.ask()
     await turns()
-    stage.lose("a")  # "b" is full: the request of "a" is queued again, and its leg goes on
+    stage.lose("a")  # "b" is full: the request of "a" is queued again, and its leg is let go of
     assert stage.scheduler.queued == 1
-    stage.workers["a"].responses[0].feed(TOKEN, None)
     await turns()
     stage.workers["b"].responses[0].feed(TOKEN, None)
-    await asyncio.wait([busy, task], timeout=1)
+    await asyncio.wait([busy], timeout=1)
+    await turns()
+    stage.workers["b"].responses[1].feed(TOKEN, None)
+    await asyncio.wait([task], timeout=1)
     stage.assert_clean()
     assert stage.scheduler.queued == 0
     await stage.dispatcher.shutdown()
