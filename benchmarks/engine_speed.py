@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from workers.native.models.decoder import Decoder
 
 SCHEMA = "splitserve.bench.engine/1"
-_ROUNDS = 3
+_DECODE_ROUNDS = 9
+_PREFILL_ROUNDS = 3
+_READ_WINDOW_S = 0.15
 _PREFILL_TOKENS = (512, 1024, 2048)
 _DECODE_PROMPT_TOKENS = 128
 _DECODE_TOKENS = 32
@@ -41,7 +43,6 @@ def run(
     model: str = "smollm2-135m",
     *,
     threads: Sequence[int] = (),
-    rounds: int = _ROUNDS,
     with_llama_cpp: bool = True,
 ) -> dict[str, Any]:
     """Measure and return one JSON document; `threads` defaults to 1 and all of this machine.
@@ -58,7 +59,7 @@ def run(
     folder = store.resolve(model)
     decoder = load_decoder(folder.path)
     result = envelope(SCHEMA, model, seed=0)
-    by_threads = {str(count): measure(decoder, count, rounds=rounds) for count in counts}
+    by_threads = {str(count): measure(decoder, count) for count in counts}
     result |= by_threads[str(counts[-1])]
     result["llama_cpp"] = None
     gguf = store.gguf(model) if with_llama_cpp else None
@@ -69,15 +70,16 @@ def run(
     return result
 
 
-def measure(decoder: Decoder, threads: int, *, rounds: int = _ROUNDS) -> dict[str, Any]:
+def measure(decoder: Decoder, threads: int) -> dict[str, Any]:
     """`{decode: {...}, prefill: {...}}` of one engine with `threads` threads."""
     with torch_threads(threads):
         stream = _Stream(decoder)
         try:
-            turns = [_turn(stream, decoder, threads) for _ in range(rounds)]
+            decodes = [_decode(stream, decoder, threads) for _ in range(_DECODE_ROUNDS)]
+            prefills = [_prefill(stream, decoder, threads) for _ in range(_PREFILL_ROUNDS)]
         finally:
             stream.close()
-    figures = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+    figures = _medians(decodes) | _medians(prefills)
     return {
         "decode": {
             "tok_s": figures["decode_tok_s"],
@@ -101,27 +103,36 @@ def measure(decoder: Decoder, threads: int, *, rounds: int = _ROUNDS) -> dict[st
     }
 
 
-def _turn(stream: _Stream, decoder: Decoder, threads: int) -> dict[str, float]:
-    before = measure_read_bandwidth(threads)
+def _medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+
+
+def _decode(stream: _Stream, decoder: Decoder, threads: int) -> dict[str, float]:
+    before = measure_read_bandwidth(threads, window_s=_READ_WINDOW_S)
     decode_tok_s = stream.decode_tok_s()
-    after = measure_read_bandwidth(threads)
+    after = measure_read_bandwidth(threads, window_s=_READ_WINDOW_S)
     floor_tok_s = (before + after) / 2 / decoder.weight_bytes_per_token
-    turn = {
+    return {
         "decode_tok_s": decode_tok_s,
         "floor_tok_s": floor_tok_s,
         "decode_ratio": decode_tok_s / floor_tok_s,
         "read_gb_s": (before + after) / 2e9,
     }
-    gemm_before = measure_gemm_rate(decoder.dtype, threads)
+
+
+def _prefill(stream: _Stream, decoder: Decoder, threads: int) -> dict[str, float]:
+    before = measure_gemm_rate(decoder.dtype, threads)
     seconds = {count: stream.prefill_s(count) for count in _PREFILL_TOKENS}
-    gemm = (gemm_before + measure_gemm_rate(decoder.dtype, threads)) / 2
-    turn["gemm_gflop_s"] = gemm / 1e9
+    gemm = (before + measure_gemm_rate(decoder.dtype, threads)) / 2
+    flop = {count: prefill_flop(decoder.config, count) for count in _PREFILL_TOKENS}
+    turn = {
+        "gemm_gflop_s": gemm / 1e9,
+        "prefill_tok_s": sum(seconds) / sum(seconds.values()),
+        "gemm_ratio": sum(flop.values()) / sum(seconds.values()) / gemm,
+    }
     for count, spent_s in seconds.items():
         turn[f"prefill_{count}_tok_s"] = count / spent_s
-        turn[f"gemm_{count}_ratio"] = prefill_flop(decoder.config, count) / spent_s / gemm
-    turn["prefill_tok_s"] = sum(seconds) / sum(seconds.values())
-    flop = sum(prefill_flop(decoder.config, count) for count in seconds)
-    turn["gemm_ratio"] = flop / sum(seconds.values()) / gemm
+        turn[f"gemm_{count}_ratio"] = flop[count] / spent_s / gemm
     return turn
 
 
@@ -207,7 +218,8 @@ def _engine(decoder: Decoder) -> Engine:
 
     config = decoder.config
     layout = KvLayout(config.layers, config.kv_heads, config.head_dim, decoder.dtype)
-    pool = KvPool(layout, layout.blocks_for(2 * max(_PREFILL_TOKENS)), decoder.device)
+    blocks = layout.blocks_for(2 * max(_PREFILL_TOKENS))
+    pool = KvPool(layout, blocks, decoder.device, decoder.cpu_kernel)
     return Engine(
         decoder,
         pool,

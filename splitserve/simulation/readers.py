@@ -9,7 +9,7 @@ import csv
 import datetime
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,7 +53,7 @@ def read_trace(path: Path, kind: str = "", seed: int = 0) -> list[TraceRequest]:
 
 def sniff(path: Path) -> str:
     """Tell the format from the first line."""
-    line = next(_lines(path), "")
+    line = next(iter(_lines(path)), "")
     for mark, kind in _MARKS.items():
         if mark in line:
             return kind
@@ -178,10 +178,9 @@ def _sized(at_s: float, prompt_tokens: Any, output_tokens: Any) -> TraceRequest:
     return TraceRequest(at_s, max(1, int(prompt_tokens)), max(1, int(output_tokens)))
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _lines(path: Path) -> list[str]:
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            yield from file
+        return path.read_text(encoding="utf-8").splitlines(keepends=True)
     except FileNotFoundError as error:
         raise TraceError(f"{path}: there is no such file") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -199,7 +198,7 @@ def _json_lines(path: Path, parse: Callable[[Row], T]) -> list[T]:
     return _parsed(path, enumerate(_lines(path), 1), load)
 
 
-def _parsed(path: Path, rows: Iterator[tuple[int, Any]], parse: Callable[[Any], T]) -> list[T]:
+def _parsed(path: Path, rows: Iterable[tuple[int, Any]], parse: Callable[[Any], T]) -> list[T]:
     found: list[T] = []
     for number, row in rows:
         try:

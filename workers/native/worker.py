@@ -60,7 +60,7 @@ def build(settings: WorkerSettings, folder: Path, model_hash: str) -> Worker:
     tokenizer = Tokenizer.from_folder(folder)
     config = model.config
     layout = KvLayout(config.layers, config.kv_heads, config.head_dim, dtype)
-    pool = KvPool(layout, layout.blocks_for(settings.kv_tokens), device)
+    pool = KvPool(layout, layout.blocks_for(settings.kv_tokens), device, model.cpu_kernel)
     engine = Engine(
         model,
         pool,

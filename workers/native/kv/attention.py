@@ -37,6 +37,7 @@ class _Group:
     context_tokens: int
     table: Tensor  # int64 [sequences, blocks]
     positions: Tensor  # int64 [sequences, rows per sequence], absolute
+    lengths: Tensor | None  # int64 [sequences], tokens so far, where each has one row
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
 
@@ -84,6 +85,7 @@ class PagedSession:
             context_tokens,
             torch.tensor(table, dtype=torch.int64, device=device),
             torch.tensor([list(p) for p in positions], dtype=torch.int64, device=device),
+            torch.tensor([s.context_tokens for s in segments]) if rows == 1 else None,
         )
 
     def attend(
@@ -102,11 +104,26 @@ class PagedSession:
         a row looks, itself included.
         """
         keys, values = self._rows[layer, 0], self._rows[layer, 1]
-        keys.index_put_((self._blocks, self._offsets), key)
-        values.index_put_((self._blocks, self._offsets), value)
-        outputs = [
-            self._attend(group, (keys, values), query, scale, window) for group in self._groups
-        ]
+        groups, outputs = self._groups, []
+        kernel, single = self._pool.kernel, groups[0]
+        lengths = single.lengths
+        if kernel is not None and lengths is not None and query.shape[-1] % 16 == 0:
+            groups, rows = groups[1:], single.rows
+            outputs.append(
+                kernel.attend_paged(
+                    *(query[:rows], key[:rows], value[:rows]),
+                    pages=(keys, values),
+                    table=single.table,
+                    lengths=lengths,
+                    longest=single.context_tokens,
+                    scale=scale,
+                    window=window,
+                )
+            )
+        if groups:
+            keys.index_put_((self._blocks, self._offsets), key)
+            values.index_put_((self._blocks, self._offsets), value)
+        outputs += [self._attend(group, (keys, values), query, scale, window) for group in groups]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend(

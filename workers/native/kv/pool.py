@@ -15,6 +15,7 @@ import secrets
 import torch
 
 from workers.native.kv.layout import KvLayout
+from workers.native.models.cpu_kernel import CpuKernel
 
 HEADER_BYTES = mmap.PAGESIZE
 TOKEN_BYTES = 32
@@ -23,7 +24,15 @@ TOKEN_BYTES = 32
 class KvPool:
     """`blocks` blocks of `layout` on one device; `tensor` is [blocks, *layout.block_shape]."""
 
-    def __init__(self, layout: KvLayout, blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        blocks: int,
+        device: torch.device,
+        kernel: CpuKernel | None = None,
+    ) -> None:
+        """`kernel` attends over this pool for single tokens; only for float32 on the CPU."""
+        self.kernel = kernel
         self.layout = layout
         self.blocks = blocks
         self.device = device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -134,7 +134,7 @@ Times = dict[int, tuple[float, float]]
 
 def play_slow(load: Load, speed: Coefficients, shape: EngineShape) -> tuple[Times, int, int]:
     engine, times, now_s = SlowEngine(speed, shape), {}, 0.0
-    coming = [Sequence(n, *sizes) for n, (_, *sizes) in enumerate(load)]
+    coming = [Sequence(n, *sizes[1:]) for n, sizes in enumerate(load)]
     while coming or engine.running or engine.waiting:
         while coming and load[coming[0].number][0] <= now_s:
             engine.waiting.append(coming.pop(0))
@@ -183,45 +183,30 @@ def play(load: Load, speed: Coefficients, shape: EngineShape) -> tuple[Times, in
 
 @st.composite
 def loads(draw: st.DrawFn) -> Load:
-    requests = draw(
-        st.lists(
-            st.tuples(
-                st.floats(0, 1.5), st.integers(1, 90), st.integers(1, 60), st.sampled_from([0, 10])
-            ),
-            min_size=1,
-            max_size=14,
-        )
-    )
+    sizes = (st.floats(0, 1.5), st.integers(1, 90), st.integers(1, 60), st.sampled_from([0, 10]))
+    requests = draw(st.lists(st.tuples(*sizes), min_size=1, max_size=14))
     return sorted(requests, key=lambda r: r[0])
 
 
-@given(
-    load=loads(),
-    kv_blocks=st.integers(10, 40),
-    block_tokens=st.sampled_from([1, 7, 16]),
-    sequences=st.integers(1, 8),
-    budget=st.integers(8, 64),
-    priority=st.booleans(),
-    reserve=st.booleans(),
-)
+@st.composite
+def shapes(draw: st.DrawFn) -> EngineShape:
+    block_tokens = draw(st.sampled_from([1, 7, 16]))
+    least = 150 + 2 * block_tokens  # any one job fits
+    kv_tokens = max(least, block_tokens * draw(st.integers(10, 40)))
+    flags = st.booleans()
+    sequences = draw(st.integers(1, 8))
+    return EngineShape(kv_tokens, sequences, block_tokens, draw(flags), draw(flags))
+
+
+@given(load=loads(), shape=shapes(), budget=st.integers(8, 64))
 @settings(max_examples=300, deadline=None)
-def test_same_times_as_the_slow_engine(
-    load: Load,
-    kv_blocks: int,
-    block_tokens: int,
-    sequences: int,
-    budget: int,
-    priority: bool,
-    reserve: bool,
-) -> None:
-    kv_tokens = max(kv_blocks * block_tokens, 150 + 2 * block_tokens)
-    shape = EngineShape(kv_tokens, sequences, block_tokens, priority, reserve)
-    speed = Coefficients(*(getattr(SPEED, f) for f in SPEED.__slots__[:6]), budget)
+def test_same_times_as_the_slow_engine(load: Load, shape: EngineShape, budget: int) -> None:
+    speed = replace(SPEED, budget_tokens=budget)
     times, preemptions, most_blocks = play(load, speed, shape)
     slow_times, slow_preemptions, slow_blocks = play_slow(load, speed, shape)
     assert sorted(times) == list(range(len(load))), "every job ends once"
     assert (preemptions, most_blocks) == (slow_preemptions, slow_blocks)
-    assert most_blocks <= kv_tokens // block_tokens
+    assert most_blocks <= shape.kv_tokens // shape.block_tokens
     for number, pair in times.items():
         for mine_s, slow_s in zip(pair, slow_times[number], strict=True):
             assert abs(mine_s - slow_s) < 1e-9

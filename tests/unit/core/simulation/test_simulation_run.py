@@ -89,38 +89,38 @@ requests = st.builds(
     output_tokens=st.integers(1, 120),
     slo=st.sampled_from([TARGETS, BATCH]),
 )
-moments = st.tuples(st.floats(0, 25), st.one_of(st.none(), st.floats(0.1, 10)))
 
 
-@given(
-    trace=st.lists(requests, min_size=1, max_size=25),
-    split=st.booleans(),
-    simple=st.booleans(),
-    deaths=st.dictionaries(st.sampled_from(["w0", "w1", "w2"]), moments, max_size=2),
-    cuts=st.lists(moments, max_size=2),
-    snapshot_s=st.sampled_from([0.0, 1.0]),
-)
-@settings(max_examples=60, deadline=None)
-def test_every_request_ends_once_whatever_dies(
-    trace: list[TraceRequest],
-    split: bool,
-    simple: bool,
-    deaths: dict[str, tuple[float, float | None]],
-    cuts: list[tuple[float, float | None]],
-    snapshot_s: float,
-) -> None:
-    world = fleet(
-        split,
-        snapshot_s=snapshot_s,
+def back_s(at_s: float, lasts_s: float | None) -> float | None:
+    return None if lasts_s is None else at_s + lasts_s
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    """A fleet, split or not, in which workers die and links are cut, for a while or for good."""
+    lasting = st.one_of(st.none(), st.floats(0.1, 10))
+    moments = st.tuples(st.floats(0, 25), lasting)
+    deaths = draw(st.dictionaries(st.sampled_from(["w0", "w1", "w2"]), moments, max_size=2))
+    cuts = draw(st.lists(moments, max_size=2))
+    return fleet(
+        draw(st.booleans()),
+        snapshot_s=draw(st.sampled_from([0.0, 1.0])),
         worker_faults=tuple(
-            WorkerFault(name, at_s, None if lasts_s is None else at_s + lasts_s)
+            WorkerFault(name, at_s, back_s(at_s, lasts_s))
             for name, (at_s, lasts_s) in deaths.items()
         ),
         link_faults=tuple(
-            LinkFault("w0", f"w{1 + number}", at_s, None if lasts_s is None else at_s + lasts_s)
+            LinkFault("w0", f"w{1 + number}", at_s, back_s(at_s, lasts_s))
             for number, (at_s, lasts_s) in enumerate(cuts)
         ),
     )
+
+
+@given(world=worlds(), trace=st.lists(requests, min_size=1, max_size=25), simple=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_every_request_ends_once_whatever_dies(
+    world: World, trace: list[TraceRequest], simple: bool
+) -> None:
     ordered = sorted(trace, key=lambda r: r.at_s)
     simulation, outcomes = play(world, ordered, LeastWork() if simple else Slack())
     assert_all_over(simulation, outcomes, len(ordered))

@@ -11,7 +11,18 @@ from typer.testing import CliRunner
 
 from router.cli.commands import build_app, run
 
-COMMANDS = ("simulate", "up", "route", "worker", "demo", "check", "explain", "version", "models", "bench")
+COMMANDS = (
+    "simulate",
+    "up",
+    "route",
+    "worker",
+    "demo",
+    "check",
+    "explain",
+    "version",
+    "models",
+    "bench",
+)
 LATER = ("plan", "probe", "top")
 GOOD = "models: {m: {workers: [{url: 'http://10.0.0.5:8000', role: prefill}]}}\n"
 
