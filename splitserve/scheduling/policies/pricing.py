@@ -88,8 +88,9 @@ class Pricing:
         best: tuple[m.Candidate, int] | None = None
         best_p: tuple[m.Candidate, int] | None = None
         score, score_p = math.inf, math.inf
-        own_s = self._own_step_s(flight.request)
-        for account in self._candidates(flight):
+        candidates = list(self._candidates(flight))
+        own_s = self._own_step_s(flight.request, candidates, deadline_s)
+        for account in candidates:
             if account.version <= since:
                 continue
             found = self._local(flight, account, deadline_s, own_s)
@@ -184,7 +185,10 @@ class Pricing:
         if len(accounts) < 2 or all(a.version <= since for a in accounts):
             return None
         decodes = [a for a in accounts if a.snapshot.role is not m.Role.PREFILL]
-        decodes = [a for a in decodes if not self._why_not_decode(a, flight)]
+        floor_s = self._settings.batch_floor_tpot_s
+        if not flight.batch:
+            floor_s = self._own_step_s(request, decodes, deadline_s)
+        decodes = [a for a in decodes if not self._why_not_decode(a, flight, floor_s)]
         for prefill in accounts:
             if prefill.snapshot.role is m.Role.DECODE or (flight.batch and prefill.batch_pending):
                 continue
@@ -196,23 +200,28 @@ class Pricing:
                     best = found
         return best
 
-    def _why_not_decode(self, account: WorkerAccount, flight: Flight) -> str:
-        request, batch = flight.request, flight.batch
+    def _why_not_decode(self, account: WorkerAccount, flight: Flight, floor_s: float) -> str:
         if account.in_flight >= account.snapshot.max_running:
             return "full"
-        floor_s = self._settings.batch_floor_tpot_s if batch else self._own_step_s(request)
         return self._guards.why_decode_breaks(
-            account, request, batch=batch, floor_s=floor_s, now_s=self.now_s
+            account, flight.request, batch=flight.batch, floor_s=floor_s, now_s=self.now_s
         )
 
-    def _own_step_s(self, request: m.GenerateRequest) -> float:
-        """The step a request asks for; none where no worker could give it even alone."""
+    @staticmethod
+    def _own_step_s(
+        request: m.GenerateRequest, decodes: list[WorkerAccount], deadline_s: float
+    ) -> float:
+        """The step a request asks for of those that could decode it.
+
+        None where not one of them could give it even alone, nor for a request that is late
+        already (`deadline_s` infinite): a slow box still serves.
+        """
         target_s = request.slo.tpot_s
-        if target_s is None:
+        if target_s is None or deadline_s == math.inf or not decodes:
             return math.inf
         tokens = request.prompt_tokens
-        steps = [a.model.decode_step_s(1, tokens) for a in self.usable(request)]
-        return target_s if steps and HEADROOM * min(steps) <= target_s else math.inf
+        best_s = min(account.model.decode_step_s(1, tokens) for account in decodes)
+        return target_s if HEADROOM * best_s <= target_s else math.inf
 
     def _remote(
         self, flight: Flight, prefill: WorkerAccount, decode: WorkerAccount, deadline_s: float

@@ -37,7 +37,7 @@ AGENTIC = """
 """.lstrip()
 BENCH = """{"input_toks": 9, "output_toks": 5, "queued_ts": 7, "first_token_ts": 8, "last_token_ts": 10}
 {"input_toks": 20, "output_toks": 1, "queued_ts": 6, "first_token_ts": 6.5, "last_token_ts": 6.5}
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
