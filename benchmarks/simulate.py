@@ -27,6 +27,7 @@ from splitserve.simulation.scenario import (
 from splitserve.simulation.serving import CLAIRVOYANT, Cell, run_cell
 from splitserve.simulation.toml_table import ScenarioError
 from splitserve.simulation.workload import TraceFolder, batch_jobs, window_trace
+from splitserve.simulation.world import World
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 SCHEMA = "splitserve.simulate/1"
@@ -47,6 +48,7 @@ class Options:
     batch_jobs: int | None = None
     clairvoyant: bool = False
     bound: bool = False
+    engine_priority: bool = False
     traces: Path | None = None
     trace: Path | None = None
     processes: int = 0  # 0: one for each core
@@ -77,6 +79,8 @@ def _serve(scenario: ServeScenario, options: Options, progress: Progress) -> Jso
         scenario = with_trace(scenario, folder, options.trace)
     if options.windows_s:
         scenario = replace(scenario, windows=replace(scenario.windows, starts_s=options.windows_s))
+    if options.engine_priority:
+        scenario = replace(scenario, world=with_priority(scenario.world))
     rate = scenario.rate if options.rate is None else options.rate
     seed = scenario.seed if options.seed is None else options.seed
     jobs = batch_jobs(scenario, rate, options.batch_jobs)
@@ -90,6 +94,7 @@ def _serve(scenario: ServeScenario, options: Options, progress: Progress) -> Jso
         done[cell.policy].append(window)
         cpu_s[cell.policy] += took_s
     result |= {"rate": rate, "batch_jobs": jobs, "windows": len(windows)}
+    result["engine_priority"] = all(w.shape.priority for w in scenario.world.workers)
     result["classes"] = sorted({traffic.service_class for traffic in scenario.traffic})
     result["policies"] = {name: figures(done[name], scenario.groups) for name in policies}
     played_s = scenario.windows.length_s * len(windows)
@@ -114,6 +119,12 @@ def with_trace(scenario: ServeScenario, folder: TraceFolder, trace: Path) -> Ser
     )
     windows = Windows((0.0,), last_s + _DRAIN_S, last_s + 1.0)
     return replace(scenario, traffic=(traffic,), windows=windows, groups={})
+
+
+def with_priority(world: World) -> World:
+    """Let engines take, and preempt, by priority: interactive before batch."""
+    workers = tuple(replace(w, shape=replace(w.shape, priority=True)) for w in world.workers)
+    return replace(world, workers=workers)
 
 
 def _policies(options: Options, default: Sequence[str]) -> tuple[str, ...]:

@@ -34,6 +34,12 @@ def engine(as_json: Json = False, out: Out = None) -> None:
     _measure("engine", "benchmarks.engine_speed", as_json, out)
 
 
+@bench.command()
+def scheduling(as_json: Json = False, out: Out = None) -> None:
+    """Cost of a scheduling decision, how it grows, and the speed of the simulator."""
+    _measure("scheduling", "benchmarks.scheduling_cost", as_json, out)
+
+
 @bench.command("live-flood")
 def live_flood(as_json: Json = False, out: Out = None) -> None:
     """Interactive requests under a flood of batch, policy beside policy."""

@@ -55,6 +55,9 @@ Clairvoyant = Annotated[
     bool, typer.Option("--clairvoyant", help="Add slack that knows all lengths and speeds.")
 ]
 Bound = Annotated[bool, typer.Option("--bound", help="Add the bound that no policy can pass.")]
+EnginePriority = Annotated[
+    bool, typer.Option("--engine-priority", help="Engines put interactive requests before batch.")
+]
 Traces = Annotated[
     Path | None,
     typer.Option(help="Folder of traces.", show_default=f"{_TRACES_HERE}, ${_TRACES_ENV}"),
@@ -74,6 +77,7 @@ def simulate(
     batch_jobs: BatchJobs = None,
     clairvoyant: Clairvoyant = False,
     bound: Bound = False,
+    engine_priority: EnginePriority = False,
     traces: Traces = None,
     plot: Plot = None,
     as_json: Json = False,
@@ -89,6 +93,7 @@ def simulate(
         batch_jobs=batch_jobs,
         clairvoyant=clairvoyant,
         bound=bound,
+        engine_priority=engine_priority,
         traces=_trace_folder(traces),
         trace=trace,
     )

@@ -68,6 +68,7 @@ def _worker(table: TomlTable, priority: bool, reserve: bool) -> SimulatedWorker:
         "simulated",
         (MODEL,),
         connector=table.text("connector", ""),
+        soft_role=table.flag("soft_role", False),
         max_running=NO_LIMIT,
         kv_capacity_tokens=kv_tokens,
         kv_bytes_per_token=table.whole("kv_bytes_per_token", 131_072),

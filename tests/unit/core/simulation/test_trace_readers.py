@@ -35,9 +35,10 @@ AGENTIC = """
 {"session_id": "b", "timestamp": 0, "input_length": 1100, "output_length": 50, "hash_ids": [7, 8]}
 {"session_id": "a", "delay": 2500.0, "input_length": 300, "output_length": 10, "hash_ids": [11]}
 """.lstrip()
-BENCH = """{"input_toks": 9, "output_toks": 5, "queued_ts": 7, "first_token_ts": 8, "last_token_ts": 10}
+BENCH = """
+{"input_toks": 9, "output_toks": 5, "queued_ts": 7, "first_token_ts": 8, "last_token_ts": 10}
 {"input_toks": 20, "output_toks": 1, "queued_ts": 6, "first_token_ts": 6.5, "last_token_ts": 6.5}
-"""  # noqa: E501
+""".lstrip()
 
 
 @pytest.fixture

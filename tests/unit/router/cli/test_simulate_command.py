@@ -130,7 +130,7 @@ def test_an_extra_that_is_missing(
         ("", "simulate takes --scenario NAME or -c FILE; scenarios are azure-flood"),
         (f"{MINI} --scenario azure-flood", "either --scenario or -c, not both"),
         ("--scenario azure-flod", "there is no such scenario; did you mean 'azure-flood'?"),
-        ("--scenario zzz", "they are azure-flood, disagg-decision"),
+        ("--scenario zzz", "they are azure-flood, azure-flood-2p2d"),
         ("-c none.toml", "none.toml: there is no such file"),
         (f"-c {TRACES}/README.md", "README.md: "),
         (f"{MINI} --policy slak", "policy 'slak' is unknown; did you mean 'slack'?"),
