@@ -18,7 +18,7 @@ from router.settings import RouterSettings, ServiceClass
 from splitserve.messages import GenerateRequest, PlanKind, Slo
 
 _BYTES_PER_TOKEN = 4  # an estimate until a worker reports the true count
-HASH_BLOCK_BYTES = 1024
+HASH_BLOCK_BYTES = 2048
 _TRUE = (b"1", b"true")
 _SLO_HEADERS = {
     b"x-slo-ttft-ms": "ttft_s",
@@ -79,7 +79,7 @@ def read(
         prompt_is_estimate=estimate,
         streamed=bool(fields.stream),
         fail_fast=own_class.fail_fast or headers.get(b"x-slo-fail-fast") in _TRUE,
-        block_hashes=prompt_hashes(bytes(fields.prompt) or bytes(fields.messages), tenant),
+        block_hashes=prompt_hashes(_prompt_of(fields), tenant),
         hash_block_tokens=HASH_BLOCK_BYTES // _BYTES_PER_TOKEN,
         max_tokens=fields.max_tokens if wanted is None else wanted,
         service_class=service_class,
@@ -116,7 +116,7 @@ def _require(path: str, fields: Fields) -> None:
     if name is None:
         return
     raw = getattr(fields, name)
-    if bytes(raw) in (b"", b"null"):
+    if bytes(memoryview(raw)[:5]) in (b"", b"null"):
         raise ApiError(400, f"'{name}' is required", code="missing_required_parameter", param=name)
     if name == "messages" and not _NOT_EMPTY_LIST.match(raw):
         message = "'messages' must be a list with at least one message"
@@ -125,13 +125,19 @@ def _require(path: str, fields: Fields) -> None:
 
 def _prompt_tokens(fields: Fields) -> tuple[int, bool]:
     """Return prompt tokens and whether they are a guess."""
-    raw = bytes(fields.prompt) or bytes(fields.messages)
-    if raw[:1] == b"[" and raw[1:].lstrip()[:1].isdigit():
-        return raw.count(b",") + 1, False  # token ids
+    raw = _prompt_of(fields)
+    if bytes(raw[:1]) == b"[" and bytes(raw[1:64]).lstrip()[:1].isdigit():
+        return bytes(raw).count(b",") + 1, False  # token ids
     return max(1, len(raw) // _BYTES_PER_TOKEN), True
 
 
-def prompt_hashes(raw: bytes, tenant: str) -> tuple[int, ...]:
+def _prompt_of(fields: Fields) -> memoryview:
+    """The prompt as it lies in the body; not copied, it may be long."""
+    prompt = memoryview(fields.prompt)
+    return prompt if prompt.nbytes else memoryview(fields.messages)
+
+
+def prompt_hashes(raw: memoryview, tenant: str) -> tuple[int, ...]:
     """Chained hashes of whole blocks of a prompt's bytes, so that equal hashes mean equal prefixes.
 
     Seeded by the tenant: no tenant's prompts tell anything of another's.
@@ -149,15 +155,15 @@ def _unsplittable(path: str, fields: Fields) -> str:
         return f"{path} is not a generation"
     if fields.echo and fields.logprobs is not None:
         return "echo with logprobs needs the prompt computed where it is answered"
-    raw = bytes(fields.prompt)
-    if raw[:1] == b"[":
-        inner = raw[1:].lstrip()[:1]
-        if inner == b"[" or (inner == b'"' and _is_several(raw)):
+    raw = memoryview(fields.prompt)
+    if bytes(raw[:1]) == b"[":
+        inner = bytes(raw[1:64]).lstrip()[:1]
+        if inner == b"[" or (inner == b'"' and _is_several(fields.prompt)):
             return "several prompts in one body"
     return ""
 
 
-def _is_several(raw: bytes) -> bool:
+def _is_several(raw: msgspec.Raw) -> bool:
     return len(msgspec.json.decode(raw, type=list[msgspec.Raw])) > 1
 
 
