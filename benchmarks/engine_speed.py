@@ -45,27 +45,29 @@ def run(
     threads: Sequence[int] = (),
     with_llama_cpp: bool = True,
 ) -> dict[str, Any]:
-    """Measure and return one JSON document; `threads` defaults to 1 and all of this machine.
+    """Measure and return one JSON document; `threads` defaults to half of this machine's cores,
+    which is what a worker gets beside one other, and all of them.
 
-    `decode` and `prefill` at the top are those of the largest thread count, `by_threads` has all.
+    `decode` and `prefill` at the top are those of the smallest thread count, `by_threads` has all.
     """
     import torch
 
     from workers.native.model_store import ModelStore
     from workers.native.models.loading import load_decoder
 
-    counts = sorted(set(threads) or {1, torch.get_num_threads()})
+    cores = torch.get_num_threads()
+    counts = sorted(set(threads) or {max(1, cores // 2), cores})
     store = ModelStore()
     folder = store.resolve(model)
     decoder = load_decoder(folder.path)
     result = envelope(SCHEMA, model, seed=0)
     by_threads = {str(count): measure(decoder, count) for count in counts}
-    result |= by_threads[str(counts[-1])]
+    result |= by_threads[str(counts[0])]
     result["llama_cpp"] = None
     gguf = store.gguf(model) if with_llama_cpp else None
     if gguf is not None:
         result["llama_cpp"] = _llama_cpp(gguf, counts[-1])
-    result["threads"] = counts[-1]
+    result["threads"] = counts[0]
     result["by_threads"] = by_threads
     return result
 
