@@ -108,7 +108,12 @@ def with_trace(scenario: ServeScenario, folder: TraceFolder, trace: Path) -> Ser
     """Replace the scenario's traffic by one trace, played whole under the first class's targets."""
     first = scenario.traffic[0]
     path = str(trace.absolute())
-    last_s = max(request.at_s for request in folder.requests(path, ""))
+    requests = folder.requests(path, "")
+    last_s = max(request.at_s for request in requests)
+    thinking_s: dict[str, float] = {}  # later turns of a session come when they come
+    for request in requests:
+        thinking_s[request.session] = thinking_s.get(request.session, 0.0) + request.after_s
+    last_s += max(thinking_s.values())
     traffic = Traffic(
         first.service_class,
         path,

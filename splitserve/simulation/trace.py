@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from splitserve.messages import GenerateRequest, PlanKind, Slo
 from splitserve.scheduling.flight import is_batch
+from splitserve.simulation.job import HASH_BLOCK_TOKENS
 
 _NO_TARGETS = Slo()
 _SHIFT_S = 2.0  # copies of a request come up to this much later
@@ -104,9 +105,11 @@ def bounded(
 ) -> Iterator[TraceRequest]:
     """Cut lengths, as a server with these limits would; clients then name the output limit."""
     for request in requests:
+        kept_tokens = max(1, min(request.prompt_tokens, prompt_tokens))
         yield replace(
             request,
-            prompt_tokens=max(1, min(request.prompt_tokens, prompt_tokens)),
+            prompt_tokens=kept_tokens,
+            block_hashes=request.block_hashes[: -(-kept_tokens // HASH_BLOCK_TOKENS)],
             output_tokens=max(1, min(request.output_tokens, output_tokens)),
             max_tokens=output_tokens,
         )

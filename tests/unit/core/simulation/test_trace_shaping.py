@@ -57,6 +57,11 @@ def test_lengths_are_cut_and_the_limit_is_named() -> None:
     assert (cut.prompt_tokens, cut.output_tokens, cut.max_tokens) == (7000, 1000, 1000)
 
 
+def test_blocks_are_cut_with_the_prompt() -> None:
+    (cut,) = bounded([TraceRequest(0.0, 2048, 5, block_hashes=(1, 2, 3, 4))], 1025, 10)
+    assert cut.block_hashes == (1, 2, 3)
+
+
 def test_what_a_router_is_asked() -> None:
     trace = TraceRequest(1.0, 20, 5, "chat", Slo(1.0, 0.05), (1,), "s", "alice", max_tokens=7)
     request = trace.request("r1", "m")
