@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from splitserve.messages import WorkerSnapshot
+from collections.abc import Iterable
+
+from splitserve.messages import Role, WorkerSnapshot
 
 
 def why_not_pair(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> str:
@@ -21,6 +23,14 @@ def why_not_pair(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> str:
     if prefill.pairing_key == decode.pairing_key:
         return ""
     return "KV differs in " + ", ".join(_differences(prefill.pairing_key, decode.pairing_key))
+
+
+def any_pair(workers: Iterable[WorkerSnapshot]) -> bool:
+    """True when some declared prefill worker can hand over to some declared decode worker."""
+    known = list(workers)
+    prefills = [w for w in known if w.role is Role.PREFILL]
+    decodes = [w for w in known if w.role is Role.DECODE]
+    return any(not why_not_pair(p, d) for p in prefills for d in decodes)
 
 
 def _differences(left: str, right: str) -> list[str]:

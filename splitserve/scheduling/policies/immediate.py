@@ -5,6 +5,8 @@ Subclass it and write `choose`; see docs/POLICIES.md.
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Sequence
 
 from splitserve import messages as m
@@ -90,3 +92,10 @@ def decline_if_hopeless(flight: Flight, desk: Desk, choice: m.Choice, now_s: flo
         return False
     desk.decline(flight, refusal, detail, retry_s, choice)
     return True
+
+
+def retry_after_s(request_id: str, wait_s: float) -> float:
+    """The predicted wait as `Retry-After`, spread so that clients do not return together."""
+    digest = hashlib.blake2b(request_id.encode(), digest_size=2).digest()
+    spread = 1.0 + 0.25 * int.from_bytes(digest) / 65535
+    return min(60.0, max(1.0, math.ceil(spread * wait_s)))

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from splitserve import messages as m
-from splitserve.pairing import why_not_pair
+from splitserve.pairing import any_pair, why_not_pair
 from splitserve.performance.coefficients import area
 from splitserve.scheduling.desk import Desk
 from splitserve.scheduling.flight import Flight, deadline_of
 from splitserve.scheduling.guards import HEADROOM, Guards
 from splitserve.scheduling.ledger import WorkerAccount
 from splitserve.scheduling.plans import PlanTable
-from splitserve.scheduling.policies.immediate import decline_if_hopeless
+from splitserve.scheduling.policies.immediate import decline_if_hopeless, retry_after_s
 
 if TYPE_CHECKING:
     from splitserve.scheduling.policies.slack import SlackSettings
 
+_FEW = 8  # workers; among more the pairs are too many to explain them all
 _DECODE_AHEAD = 10  # steps of decode speed that count beside one first token
 _MIXED = frozenset({m.Role.AGGREGATED, m.Role.AUTO})
 
@@ -35,11 +34,15 @@ class Pricing:
         self._settings = settings
         self._table = PlanTable(desk)
         self._usable: dict[str, list[WorkerAccount]] = {}
+        self._whole: dict[str, list[WorkerAccount]] = {}
+        self._movers: dict[str, bool] = {}
 
     def begin(self, now_s: float) -> None:
         """Everything is priced as of now."""
         self.now_s = now_s
         self._usable.clear()
+        self._whole.clear()
+        self._movers.clear()
 
     @property
     def tick(self) -> int:
@@ -60,12 +63,16 @@ class Pricing:
 
     # --- interactive ----------------------------------------------------------------------------
 
-    def choose(self, flight: Flight, deadline_s: float, since: int = -1) -> m.Candidate | None:
+    def choose(
+        self, flight: Flight, deadline_s: float, since: int = -1, own_s: float | None = None
+    ) -> m.Candidate | None:
         """Return the best plan that passes every guard, or None.
+
+        `own_s` is what `own_step_s` said of this request before.
 
         Only plans with a worker that has changed after tick `since` are looked at.
         """
-        local, local_p = self._best_local(flight, deadline_s, since)
+        local, local_p = self._best_local(flight, deadline_s, since, own_s)
         if local is not None and local[1] <= self._settings.local_tokens:
             return local[0]
         remote = self._best_remote(flight, deadline_s, since)
@@ -73,26 +80,22 @@ class Pricing:
             return (local or local_p or (None, 0))[0]
         if local is None:
             return remote
-        soon_s = remote.predicted_ttft_s
-        return local[0] if local[0].predicted_ttft_s < self._remote_bonus(soon_s) else remote
-
-    @staticmethod
-    def _remote_bonus(remote_s: float) -> float:
-        """A hand-off keeps a prefill away from somebody's decode; that is worth a little time."""
-        return remote_s * 1.0
+        return min(local[0], remote, key=lambda plan: plan.predicted_ttft_s)
 
     def _best_local(
-        self, flight: Flight, deadline_s: float, since: int
+        self, flight: Flight, deadline_s: float, since: int, own_s: float | None
     ) -> tuple[tuple[m.Candidate, int] | None, tuple[m.Candidate, int] | None]:
         """Best whole plan on workers that decode, and on those meant for prefill."""
         best: tuple[m.Candidate, int] | None = None
         best_p: tuple[m.Candidate, int] | None = None
         score, score_p = math.inf, math.inf
-        candidates = list(self._candidates(flight))
-        own_s = self._own_step_s(flight.request, candidates, deadline_s)
-        for account in candidates:
-            if account.version <= since:
-                continue
+        candidates = self._candidates(flight)
+        changed = [a for a in candidates if a.version > since] if since >= 0 else candidates
+        if not changed:
+            return None, None
+        if own_s is None:
+            own_s = self._own_step_s(flight.request, candidates, deadline_s)
+        for account in changed:
             found = self._local(flight, account, deadline_s, own_s)
             if found is None:
                 continue
@@ -105,15 +108,26 @@ class Pricing:
                 best, score = found, cost
         return best, best_p
 
-    def _candidates(self, flight: Flight) -> Iterator[WorkerAccount]:
+    def _candidates(self, flight: Flight) -> list[WorkerAccount]:
         request = flight.request
         if request.forced_plan is m.PlanKind.DISAGGREGATED:
-            return
-        for account in self._whole_allowed(flight):
-            if request.forced_worker not in (None, account.worker_id):
-                continue
-            if account.in_flight < account.snapshot.max_running:
-                yield account
+            return []
+        plain = not (flight.failed_workers or flight.handoff_failed or request.unsplittable)
+        if plain and request.forced_plan is None and request.forced_worker is None:
+            known = self._whole.get(request.model)
+            if known is None:
+                known = self._whole[request.model] = self._open(flight)
+            return known
+        return self._open(flight)
+
+    def _open(self, flight: Flight) -> list[WorkerAccount]:
+        """Workers that may run it whole and have not all the requests they take."""
+        wanted = flight.request.forced_worker
+        return [
+            a
+            for a in self._whole_allowed(flight)
+            if wanted in (None, a.worker_id) and a.in_flight < a.snapshot.max_running
+        ]
 
     def _alive(self, flight: Flight) -> list[WorkerAccount]:
         """Usable workers that have not failed this request, or all where none is left."""
@@ -130,15 +144,9 @@ class Pricing:
         mixed = [a for a in accounts if a.snapshot.role in _MIXED or a.snapshot.soft_role]
         splittable = not request.unsplittable and not flight.handoff_failed
         forced = request.forced_plan is m.PlanKind.AGGREGATED
-        if mixed or (splittable and not forced and self._has_pair(accounts)):
+        if mixed or (splittable and not forced and any_pair(a.snapshot for a in accounts)):
             return mixed
         return [a for a in accounts if a.snapshot.role is m.Role.DECODE] or accounts
-
-    @staticmethod
-    def _has_pair(accounts: list[WorkerAccount]) -> bool:
-        prefills = [a.snapshot for a in accounts if a.snapshot.role is m.Role.PREFILL]
-        decodes = [a.snapshot for a in accounts if a.snapshot.role is m.Role.DECODE]
-        return any(not why_not_pair(p, d) for p in prefills for d in decodes)
 
     def _local(
         self, flight: Flight, account: WorkerAccount, deadline_s: float, own_s: float
@@ -165,8 +173,7 @@ class Pricing:
         ):
             return None
         worker = account.worker_id
-        plan = m.PlanKind.AGGREGATED
-        return m.Candidate(plan, worker, worker, ttft_s, step_s), fresh
+        return m.Candidate(m.PlanKind.AGGREGATED, worker, worker, ttft_s, step_s), fresh
 
     def _tail_s(self, request: m.GenerateRequest, step_s: float) -> float:
         """For an end-to-end class the answer must be complete, not begun."""
@@ -181,6 +188,8 @@ class Pricing:
         if request.forced_plan is m.PlanKind.AGGREGATED:
             return None
         best: m.Candidate | None = None
+        if not self._connected(request.model):
+            return None
         accounts = [a for a in self._alive(flight) if a.snapshot.connector]
         if len(accounts) < 2 or all(a.version <= since for a in accounts):
             return None
@@ -200,12 +209,23 @@ class Pricing:
                     best = found
         return best
 
+    def _connected(self, model: str) -> bool:
+        known = self._movers.get(model)
+        if known is None:
+            serving = self.desk.ledger.serving(model)
+            known = self._movers[model] = sum(bool(a.snapshot.connector) for a in serving) > 1
+        return known
+
     def _why_not_decode(self, account: WorkerAccount, flight: Flight, floor_s: float) -> str:
         if account.in_flight >= account.snapshot.max_running:
             return "full"
         return self._guards.why_decode_breaks(
             account, flight.request, batch=flight.batch, floor_s=floor_s, now_s=self.now_s
         )
+
+    def own_step_s(self, flight: Flight, deadline_s: float) -> float:
+        """The step a request asks for of those that could run it whole."""
+        return self._own_step_s(flight.request, self._candidates(flight), deadline_s)
 
     @staticmethod
     def _own_step_s(
@@ -339,14 +359,12 @@ class Pricing:
         return best_s
 
     def refuse_hopeless(self, flight: Flight, ahead: int) -> None:
-        """429 with the predicted wait, spread a little so that clients do not return together."""
+        """429 with the predicted wait."""
         request = flight.request
-        digest = hashlib.blake2b(request.request_id.encode(), digest_size=2).digest()
-        spread = 1.0 + 0.25 * int.from_bytes(digest) / 65535
         accounts = list(self.usable(request))
         wait_s = min(self._table.prefill_s(account, request) for account in accounts)
         wait_s += ahead * self.best_idle_s(flight) / len(accounts)
-        retry_s = min(60.0, max(1.0, math.ceil(spread * wait_s)))
+        retry_s = retry_after_s(request.request_id, wait_s)
         detail = f"the first token would take about {wait_s:.1f} s, over its target"
         choice = m.Choice(self._table.candidates(request))
         self.desk.decline(flight, m.Refusal.HOPELESS, detail, retry_s, choice)
@@ -367,7 +385,11 @@ class Pricing:
         request = flight.request
         shown = [
             c
-            for c in self._table.candidates(request, flight.failed_workers)
+            for c in self._table.candidates(
+                request,
+                flight.failed_workers,
+                whole_only=plan.plan is m.PlanKind.AGGREGATED and len(self.usable(request)) > _FEW,
+            )
             if (c.plan, c.prefill_worker, c.decode_worker)
             != (plan.plan, plan.prefill_worker, plan.decode_worker)
         ]

@@ -45,6 +45,8 @@ class _Head:
     request_id: str
     flight: Flight = field(compare=False)
     seen: int = field(default=-1, compare=False)  # the tick at which no worker could take it
+    fleet: int = field(default=-1, compare=False)  # workers there were when the next two were taken
+    own_s: float = field(default=0.0, compare=False)  # the step it asks for
     idle_s: float = field(default=0.0, compare=False)  # its TTFT on the best idle worker
 
 
@@ -114,7 +116,12 @@ class Slack:
         deadline nearer.
         """
         flight = head.flight
-        plan = pricing.choose(flight, head.deadline_s, head.seen)
+        fleet = len(pricing.desk.ledger.workers)
+        if head.fleet != fleet:
+            head.fleet = fleet
+            head.idle_s = pricing.best_idle_s(flight)
+            head.own_s = pricing.own_step_s(flight, head.deadline_s)
+        plan = pricing.choose(flight, head.deadline_s, head.seen, head.own_s)
         if plan is not None:
             self._interactive.remove(head)
             self._start(flight, plan, pricing)
@@ -124,7 +131,7 @@ class Slack:
             return True
         if self.settings.recall_batch and self._recall_batch(flight, pricing):
             return True
-        head.seen, head.idle_s = pricing.tick, pricing.best_idle_s(flight)
+        head.seen = pricing.tick
         return False
 
     def _give_up(self, flight: Flight, pricing: Pricing) -> None:
