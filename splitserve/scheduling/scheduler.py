@@ -152,6 +152,22 @@ class Scheduler:
                 fresh, area(fresh, cached), booking.streams_then, booking.kv_then, took_s
             )
 
+    def _learn_bound(self, flight: Flight, now_s: float) -> None:
+        """An answer that was not streamed shows no first token, but its prefill took no longer
+        than all of it: that corrects a model which thinks the worker slower than that.
+        """
+        assert flight.plan is not None
+        worker_id = flight.plan.decode_worker
+        account = self._desk.ledger.workers.get(worker_id)
+        key = (flight.request.request_id, flight.attempt, m.Leg.AGGREGATED)
+        booking = account.bookings.get(key) if account is not None else None
+        if account is None or booking is None:
+            return
+        took_s = now_s - booking.dispatched_s
+        fresh, cached = booking.uncached_tokens, booking.cached_tokens
+        if took_s < account.model.prefill_s(fresh, booking.area, 0, 0):
+            self._learn_prefill(worker_id, booking, fresh, cached, took_s)
+
     def _first_token(self, event: m.FirstToken, now_s: float) -> None:
         flight = self._current(event.request_id, event.attempt)
         if flight is None or flight.plan is None or flight.streaming or not flight.answering:
@@ -191,6 +207,8 @@ class Scheduler:
         if flight is None or flight.plan is None or not flight.answering:
             return
         request = flight.request
+        if not request.streamed and flight.plan.plan is m.PlanKind.AGGREGATED:
+            self._learn_bound(flight, now_s)
         if event.output_tokens > 0:
             self._desk.lengths.see(request, event.output_tokens)
         if request.prompt_is_estimate:
