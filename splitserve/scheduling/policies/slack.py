@@ -30,8 +30,6 @@ class SlackSettings:
     local_tokens: int = 1024  # an uncached prompt this short is not worth a hand-off
     least_remote_tokens: int = 256
     batch_floor_tpot_s: float = 0.05
-    batch_piece_tokens: int = 0  # 0: the engine's own step budget
-    batch_urgent_s: float = 30.0
     relegate: bool = True
     recall_batch: bool = True
     guards: GuardSettings = field(default_factory=GuardSettings)
