@@ -2,11 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from router.cli.commands import run
 from router.cli.errors import CommandFailed
@@ -63,29 +64,36 @@ async def test_a_failed_answer_is_one_line(fake: FakeOpenAI, script: Script, sai
 
 
 @pytest.fixture
-async def admin() -> AsyncIterator[str]:
+def admin() -> Iterator[str]:
     """A server with decision records: `r` is finished, `slow` finishes at the third look."""
     looks = iter(({}, {"finish": "running"}, {"finish": "done"}))
 
-    async def show(request: web.Request) -> web.Response:
-        if request.headers.get("authorization") not in (None, "Bearer secret"):
-            return web.json_response({"error": {"message": "no valid admin key"}}, status=401)
-        match request.match_info["name"]:
-            case "r":
-                return web.json_response(RECORD)
-            case "slow":
-                return web.json_response({**RECORD, "actual": next(looks)})
-            case _:
-                return web.Response(status=404, text="nothing")
+    class Records(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.headers.get("authorization") not in (None, "Bearer secret"):
+                self.reply(401, {"error": {"message": "no valid admin key"}})
+            elif self.path == "/admin/requests/r":
+                self.reply(200, RECORD)
+            elif self.path == "/admin/requests/slow":
+                self.reply(200, {**RECORD, "actual": next(looks)})
+            else:
+                self.reply(404, "nothing")
 
-    application = web.Application()
-    application.router.add_get("/admin/requests/{name}", show)
-    runner = web.AppRunner(application)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
+        def reply(self, status: int, body: object) -> None:
+            self.send_response(status)
+            self.end_headers()
+            text = body if isinstance(body, str) else json.dumps(body)
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            """A test that passes prints nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Records) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
 
 
 async def test_a_record_is_fetched_again_until_it_is_finished(admin: str) -> None:
