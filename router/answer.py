@@ -23,7 +23,7 @@ from router.errors import LimitReached, TimedOut, UpstreamError
 from router.event_stream import EventCutter, bears_token, is_event_stream
 from router.telemetry.records import Record
 from router.upstream import UpstreamResponse
-from router.usage import UsageMeter
+from router.usage import TokenCounts, UsageMeter
 from router.wire import Headers
 from splitserve import messages as m
 
@@ -199,7 +199,10 @@ class Answer:
             await output.start(response.status, response.headers)
             meter = await self._pass_on(piece, response, output, attempt)
         self._note_handoff(response.headers)
-        self._finished(attempt, meter)
+        counts = meter.counts()
+        if handoff is not None:
+            self._record.recomputed_tokens = backend.recomputed(handoff, counts)
+        self._finished(attempt, counts)
         await output.finish()
         return True
 
@@ -261,8 +264,8 @@ class Answer:
             elif name == b"x-splitserve-transfer-bytes":
                 record.transfer_bytes = int(_figure(value))
 
-    def _finished(self, attempt: int, meter: UsageMeter) -> None:
-        record, counts = self._record, meter.counts()
+    def _finished(self, attempt: int, counts: TokenCounts) -> None:
+        record = self._record
         record.last_token_s = self._dispatcher.clock()
         record.prompt_tokens = counts.prompt_tokens
         record.cached_tokens = counts.cached_tokens

@@ -22,10 +22,13 @@ from router.api.errors import ApiError
 from router.api.generate import GenerateEndpoint
 from router.api.limits import BoundedHttp, SmallBodies
 from router.api.state import StateRoutes
+from router.backends.base import WorkerOptions
 from router.dispatch import Dispatcher
 from router.event_log import EventLogFile
+from router.origin import parse_origin
 from router.planner import Planner
 from router.registry import Registry
+from router.sections import WorkerSpec
 from router.settings import RouterSettings
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.records import RecordStore
@@ -43,6 +46,7 @@ class RouterApp:
     def __init__(self, settings: RouterSettings, environ: Mapping[str, str]) -> None:
         limits = settings.limits
         self.settings = settings
+        self._environ = environ
         self.scheduler = Scheduler(
             by_name(settings.policy),
             limits=SchedulerLimits(limits.queue, limits.attempts, limits.max_wait_s),
@@ -71,7 +75,8 @@ class RouterApp:
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         for spec in self.settings.worker_specs:
             if spec.url is not None:
-                self.registry.add(str(spec.url), spec.role, spec.name or "", spec.model or "")
+                options = options_of(spec, self._environ)
+                self.registry.add(spec.url, spec.role, spec.name or "", options)
         planning = asyncio.create_task(self.planner.run())
         try:
             yield
@@ -90,6 +95,21 @@ class RouterApp:
             event_log.close()
         except OSError as error:
             log.error("the event log has no end: %s", error)
+
+
+def options_of(spec: WorkerSpec, environ: Mapping[str, str]) -> WorkerOptions:
+    """Return what a worker's entry says beyond its address, its keys read."""
+    key = environ.get(spec.key_env, "") if spec.key_env else ""
+    return WorkerOptions(
+        engine=spec.engine or "",
+        model=spec.model or "",
+        engine_model=spec.engine_model or "",
+        headers=((b"authorization", b"Bearer " + key.encode()),) if key else (),
+        kv=spec.kv,
+        kv_events=str(spec.kv_events or ""),
+        courier=parse_origin(spec.courier) if spec.courier else None,
+        courier_key=environ.get(spec.courier_key_env, "") if spec.courier_key_env else "",
+    )
 
 
 class HotRoute:

@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from router.backends.base import Backend, WorkerRestarted
+from router.backends.base import Backend, Target, WorkerOptions, WorkerRestarted
 from router.backends.native import NativeBackend
 from router.backends.openai import OpenAIBackend
+from router.backends.renaming import RenamingBackend
 from router.dispatch import Dispatcher
 from router.errors import RouterError
 from router.origin import Origin, parse_origin
@@ -24,9 +26,19 @@ from splitserve.messages import Role, WorkerLost, WorkerReported, WorkerSnapshot
 log = logging.getLogger("splitserve.registry")
 
 MISSES = 3
+
+
+class Dialect(Protocol):
+    """Makes the backend of one engine."""
+
+    engine: str
+
+    def __call__(self, target: Target, upstream: Upstream, deadlines: Deadlines) -> Backend: ...
+
+
 _PROBE_FAILED = (RouterError, ValueError)
 # Most particular first: every native worker is an OpenAI server too.
-_DIALECTS: tuple[type[NativeBackend] | type[OpenAIBackend], ...] = (NativeBackend, OpenAIBackend)
+DIALECTS: tuple[Dialect, ...] = (NativeBackend, OpenAIBackend)
 
 
 @dataclass(slots=True)
@@ -36,7 +48,7 @@ class Member:
     worker_id: str
     origin: Origin
     role: Role
-    model: str = ""
+    options: WorkerOptions = field(default_factory=WorkerOptions)
     backend: Backend | None = None
     snapshot: WorkerSnapshot | None = None
     models_seen: tuple[str, ...] = ()
@@ -70,16 +82,15 @@ class Registry:
         self.members: dict[str, Member] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def add(self, url: str, role: Role, name: str = "", model: str = "") -> Member:
-        """Begin to watch a worker. Raises BadWorkerUrl, or ValueError for a name in use.
-
-        `model` set: only this model of the worker is served.
-        """
+    def add(
+        self, url: str, role: Role, name: str = "", options: WorkerOptions | None = None
+    ) -> Member:
+        """Begin to watch a worker. Raises BadWorkerUrl, or ValueError for a name in use."""
         origin = parse_origin(url)
         worker_id = name or self._free_name(role)
         if worker_id in self.members:
             raise ValueError(f"a worker named {worker_id!r} is there already; choose another name")
-        member = Member(worker_id, origin, role, model)
+        member = Member(worker_id, origin, role, options or WorkerOptions())
         self.members[worker_id] = member
         self._tasks[worker_id] = asyncio.create_task(self._watch(member))
         return member
@@ -188,10 +199,15 @@ class Registry:
     async def _detect(self, member: Member) -> tuple[Backend, WorkerSnapshot]:
         """Try each dialect; the first that fits is the engine."""
         reasons: list[str] = []
-        for dialect in _DIALECTS:
-            backend = dialect(
-                member.worker_id, member.origin, self._upstream, member.role, self._deadlines
-            )
+        target = Target(member.worker_id, member.origin, member.role, member.options)
+        wanted = member.options.engine
+        for dialect in DIALECTS:
+            if wanted not in ("", dialect.engine):
+                continue
+            backend: Backend = dialect(target, self._upstream, self._deadlines)
+            if member.options.engine_model:
+                names = member.options.model, member.options.engine_model
+                backend = RenamingBackend(backend, *names)
             try:
                 return backend, await backend.probe()
             except ValueError as error:
@@ -199,10 +215,11 @@ class Registry:
         raise ValueError("no known engine answers there; " + "; ".join(reasons))
 
     def _report(self, member: Member, snapshot: WorkerSnapshot) -> None:
-        models = tuple(m for m in snapshot.models if not member.model or m == member.model)
+        wanted = member.options.model
+        models = tuple(m for m in snapshot.models if not wanted or m == wanted)
         if not models:
             known = ", ".join(snapshot.models) or "no model"
-            raise ValueError(f"it serves {known}, not {member.model or 'any'}")
+            raise ValueError(f"it serves {known}, not {wanted or 'any'}")
         if member.assigned is not None:
             snapshot = replace(snapshot, role=member.assigned, soft_role=True)
         member.snapshot = replace(snapshot, models=models, draining=member.draining)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from router.errors import BadWorkerUrl
 from router.origin import parse_origin
@@ -81,6 +81,46 @@ Url = Annotated[str, AfterValidator(_check_url)]
 Name = Annotated[str, AfterValidator(_check_name)]
 
 
+class KvTransfer(Section):
+    """How a vLLM worker moves KV: what its `--kv-transfer-config` says, which no route tells."""
+
+    connector: Literal["nixl-pull", "nixl-push", "example", "lmcache"] = Field(
+        description="one of nixl-pull, nixl-push, example, lmcache (the worker's kv_connector)"
+    )
+    engine_id: str | None = Field(
+        default=None, min_length=1, description="the prefill worker's fixed engine_id (nixl-push)"
+    )
+    side_channel: Annotated[Listen, BeforeValidator(parse_listen)] | None = Field(
+        default=None, description="host:port of the worker's side channel (nixl-push)"
+    )
+    folder: str | None = Field(
+        default=None, min_length=1, description="the shared folder (example)"
+    )
+    lease_s: Positive = Field(
+        default=30.0, description="seconds above 0, the worker's kv_lease_duration"
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.connector == "nixl-push" and (self.engine_id is None or self.side_channel is None):
+            raise ValueError(
+                "nixl-push needs engine_id and side_channel; write those the worker started with"
+            )
+        if self.connector == "example" and self.folder is None:
+            raise ValueError("example needs folder; write the worker's shared_storage_path")
+        return self
+
+
+Engine = Literal["native", "vllm", "sglang", "llama.cpp", "openai"]
+KeyEnv = Annotated[
+    str,
+    Field(
+        pattern="^[A-Za-z_][A-Za-z0-9_]*$",
+        description="the name of the environment variable that holds the key, like ALICE_KEY",
+    ),
+]
+
+
 class WorkerSpec(Section):
     """One worker: where it runs (`url`) or how to start it (`start`, with `{port}`).
 
@@ -100,16 +140,34 @@ class WorkerSpec(Section):
     courier: Url | None = Field(
         default=None, description="the address of the courier beside a llama.cpp worker"
     )
+    courier_key_env: KeyEnv | None = None
     model: str | None = Field(
         default=None,
         min_length=1,
         description="the model's name, or leave it out to serve what is found",
+    )
+    engine_model: str | None = Field(
+        default=None,
+        min_length=1,
+        description="the name the worker itself has for the model, where it differs",
+    )
+    engine: Engine | None = Field(
+        default=None, description="native, vllm, sglang, llama.cpp or openai; found by probing"
+    )
+    key_env: KeyEnv | None = None
+    kv: KvTransfer | None = Field(
+        default=None, description="how a vLLM worker moves KV, like {connector: nixl-pull}"
+    )
+    kv_events: Annotated[Listen, BeforeValidator(parse_listen)] | None = Field(
+        default=None, description="host:port where a vLLM worker publishes KV events"
     )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.url is None) == (self.start is None):
             raise ValueError("a worker has either url or start; write one of the two")
+        if self.engine_model is not None and self.model is None:
+            raise ValueError("engine_model needs model; write the name that clients use there")
         if self.start is not None and "{port}" not in self.start:
             raise ValueError(
                 "start names no {port}; put {port} where the command takes its port, "
@@ -160,15 +218,6 @@ class ServiceClass(Section):
             None if self.tpot_ms is None else self.tpot_ms / 1e3,
             deadline_s,
         )
-
-
-KeyEnv = Annotated[
-    str,
-    Field(
-        pattern="^[A-Za-z_][A-Za-z0-9_]*$",
-        description="the name of the environment variable that holds the key, like ALICE_KEY",
-    ),
-]
 
 
 class Tenant(Section):

@@ -114,13 +114,23 @@ class RouterSettings(Section):
 
     def require_keys(self, environ: Mapping[str, str]) -> None:
         """Raise SettingsError when a `key_env` names a variable that is not set."""
-        wanted = [(f"tenants[{i}]", each.key_env) for i, each in enumerate(self.tenants)]
+        wanted = [(f"tenants[{i}].key_env", each.key_env) for i, each in enumerate(self.tenants)]
+        for worker in self.worker_specs:
+            where = f"worker {worker.name or worker.url or worker.start}"
+            wanted += [
+                (f"{where}: {field}", name)
+                for field, name in (
+                    ("key_env", worker.key_env),
+                    ("courier_key_env", worker.courier_key_env),
+                )
+                if name is not None
+            ]
         if self.admin is not None:
-            wanted.append(("admin", self.admin.key_env))
+            wanted.append(("admin.key_env", self.admin.key_env))
         for where, name in wanted:
             if not environ.get(name):
                 raise SettingsError(
-                    f"{where}.key_env: environment variable {name} is not set; "
+                    f"{where}: environment variable {name} is not set; "
                     f"export {name}=... or take this entry out"
                 )
 

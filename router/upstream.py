@@ -8,6 +8,7 @@ import asyncio
 import errno
 import ssl
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
@@ -44,6 +45,7 @@ class UpstreamResponse(Protocol):
     async def __anext__(self) -> bytes: ...
     async def read(self, limit_bytes: int) -> bytes: ...
     def close(self) -> None: ...
+    def on_close(self, callback: Callable[[], None]) -> None: ...
     async def __aenter__(self) -> Self: ...
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
@@ -94,7 +96,7 @@ class _Pool:
 class HttpResponse:
     """The `UpstreamResponse` of `HttpUpstream`."""
 
-    __slots__ = ("_connection", "_pool", "_worker_url", "headers", "status")
+    __slots__ = ("_connection", "_on_close", "_pool", "_worker_url", "headers", "status")
 
     def __init__(
         self,
@@ -107,6 +109,7 @@ class HttpResponse:
         self._worker_url = worker_url
         self._pool = pool
         self._connection: HttpConnection | None = connection
+        self._on_close: Callable[[], None] | None = None
 
     @property
     def at_end(self) -> bool:
@@ -145,6 +148,12 @@ class HttpResponse:
         connection, self._connection = self._connection, None
         if connection is not None:
             _release(self._pool, connection)
+            if self._on_close is not None:
+                self._on_close()
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Call this once when the response is closed, however that comes about."""
+        self._on_close = callback
 
     async def __aenter__(self) -> Self:
         return self

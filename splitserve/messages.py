@@ -105,6 +105,7 @@ class WorkerSnapshot:
 
     `pairing_key` names everything two workers must share to exchange KV (weights, tokenizer,
     layout, dtype, block size); `connector` is the way they exchange it, "" when they cannot.
+    `takes` names other engines' connectors whose KV this worker can convert into its own.
     `soft_role`: the planner gave it its role, which is a bias; a declared role is an order.
     `hands_over_logits`: the first token needs no step on the decode worker.
     Rates are priors until the latency model has seen traffic; 0 means unknown. `coefficients` are a
@@ -132,6 +133,7 @@ class WorkerSnapshot:
     soft_role: bool = False
     coefficients: Coefficients | None = None
     exact: bool = False
+    takes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

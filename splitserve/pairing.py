@@ -11,18 +11,21 @@ def why_not_pair(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> str:
     """Return "" when `decode` can use KV computed by `prefill`, else the reason.
 
     A pairing key is `name=value` fields joined by ";", so the reason can name the fields that
-    differ instead of showing two hashes.
+    differ instead of showing two hashes. Between engines, where one converts the other's KV, only
+    fields that both have are compared: each engine has words of its own for layout and version.
     """
     if prefill.worker_id == decode.worker_id:
         return "one worker cannot hand over to itself"
     for worker in (prefill, decode):
         if not worker.connector:
             return f"{worker.worker_id} ({worker.engine}) has no way to move KV"
-    if prefill.connector != decode.connector:
+    converts = prefill.connector in decode.takes
+    if prefill.connector != decode.connector and not converts:
         return f"connectors differ: {prefill.connector} and {decode.connector}"
     if prefill.pairing_key == decode.pairing_key:
         return ""
-    return "KV differs in " + ", ".join(_differences(prefill.pairing_key, decode.pairing_key))
+    differences = _differences(prefill.pairing_key, decode.pairing_key, shared_only=converts)
+    return "KV differs in " + ", ".join(differences) if differences else ""
 
 
 def any_pair(workers: Iterable[WorkerSnapshot]) -> bool:
@@ -33,9 +36,10 @@ def any_pair(workers: Iterable[WorkerSnapshot]) -> bool:
     return any(not why_not_pair(p, d) for p in prefills for d in decodes)
 
 
-def _differences(left: str, right: str) -> list[str]:
+def _differences(left: str, right: str, *, shared_only: bool) -> list[str]:
     fields = [dict(part.partition("=")[::2] for part in key.split(";")) for key in (left, right)]
-    names = sorted({*fields[0], *fields[1]})
+    either, both = {*fields[0], *fields[1]}, fields[0].keys() & fields[1].keys()
+    names = sorted(both if shared_only else either)
     return [
         f"{name} ({fields[0].get(name, 'none')} / {fields[1].get(name, 'none')})"
         for name in names

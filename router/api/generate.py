@@ -48,7 +48,6 @@ _KEPT_BACK = frozenset(
 # Not passed back: ours are set anew, and the server adds its own date.
 _OURS = frozenset((b"x-request-id", b"date", b"server"))
 _PREFIX = b"x-splitserve-"
-_BATCH_PRIORITY = (b"x-splitserve-priority", b"10")  # native workers prefill it after the rest
 _FORCING = (b"x-splitserve-plan", b"x-splitserve-worker")
 
 
@@ -89,9 +88,9 @@ class GenerateEndpoint:
             )
             output.record = record
             passed_on = _passed_on(scope["headers"], request_id)
-            if is_batch(intake.request):
-                passed_on.append(_BATCH_PRIORITY)
-            call = BackendCall(_target(scope), body, passed_on)
+            call = BackendCall(
+                _target(scope), body, passed_on, request_id, tenant, is_batch(intake.request)
+            )
             answer = Answer(self._dispatcher, call, record, stream=intake.stream)
             await self._run(answer, output, receive)
         except ApiError as error:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from router.api.auth import Keyring
 from router.api.errors import ApiError
+from router.backends.base import WorkerOptions
 from router.dispatch import Dispatcher
 from router.errors import BadWorkerUrl
 from router.registry import Member, Registry
@@ -109,7 +110,9 @@ class StateRoutes:
     async def add_worker(self, wish: NewWorker) -> dict[str, Any]:
         """Begin to watch a worker; it is used once it answers."""
         try:
-            member = self._registry.add(wish.url, wish.role, wish.name, wish.model)
+            member = self._registry.add(
+                wish.url, wish.role, wish.name, WorkerOptions(model=wish.model)
+            )
         except (BadWorkerUrl, ValueError) as error:
             raise ApiError(400, str(error), code="bad_worker", param="url") from error
         return self._show(member)

@@ -3,23 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
+from router.origin import Origin
+from router.sections import KvTransfer
 from router.upstream import UpstreamResponse
+from router.usage import TokenCounts
 from router.wire import Headers
-from splitserve.messages import Failure, Handoff, WorkerSnapshot
+from splitserve.messages import Failure, Handoff, Role, WorkerSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What the configuration says of a worker beyond its address; "" where it says nothing.
+
+    `model` is the only model to serve of it, `engine_model` the engine's own name for that one.
+    `headers` go with every call (its API key).
+    """
+
+    engine: str = ""
+    model: str = ""
+    engine_model: str = ""
+    headers: Headers = ()
+    kv: KvTransfer | None = None
+    kv_events: str = ""
+    courier: Origin | None = None
+    courier_key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One worker to speak to: what a dialect is made of, with a client and its deadlines."""
+
+    worker_id: str
+    origin: Origin
+    role: Role
+    options: WorkerOptions = field(default_factory=WorkerOptions)
 
 
 @dataclass(frozen=True, slots=True)
 class BackendCall:
-    """One client request as it goes to a worker: route, body bytes untouched, headers passed on."""
+    """One client request as it goes to a worker: route, body bytes untouched, headers passed on.
+
+    `request_id` is the router's own, which no client can guess. `batch`: it may wait for others.
+    """
 
     path: bytes
     body: bytes
     headers: Headers = ()
+    request_id: str = ""
+    tenant: str = ""
+    batch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +126,14 @@ class Backend(Protocol):
 
     async def release(self, handoff: Handoff, *, consumed: bool) -> None:
         """End a hand-off. `consumed`: a decode worker read it."""
+        ...
+
+    def recomputed(self, handoff: Handoff, counts: TokenCounts) -> int | None:
+        """Return how many handed-over prompt tokens this decode worker computed again.
+
+        Engines answer 200 after silently computing everything anew. None: this answer proves
+        nothing either way.
+        """
         ...
 
     def failure_of(self, status: int, body: bytes) -> Failure | None:

@@ -14,17 +14,18 @@ from urllib.parse import quote
 
 import msgspec
 
-from router.backends.base import BackendCall, EngineRefused, PrefillDone, WorkerRestarted
+from router.backends.base import BackendCall, EngineRefused, PrefillDone, Target, WorkerRestarted
 from router.backends.probing import get_json
 from router.errors import Malformed, UpstreamError
-from router.origin import Origin
 from router.upstream import Upstream, UpstreamResponse
-from router.wire import Deadlines
+from router.usage import TokenCounts
+from router.wire import Deadlines, Headers
 from splitserve.messages import Failure, Handoff, Role, WorkerSnapshot
 
 CONNECTOR = "native"
 T = TypeVar("T")
 _LINE_LIMIT_BYTES = 64 * 1024
+_BATCH_PRIORITY = (b"x-splitserve-priority", b"10")  # it is prefilled after the rest
 _HANDOFF_CODES = ("handoff_failed", "handoff_refused", "handoff_broken", "handoff_corrupt")
 
 
@@ -79,19 +80,18 @@ class NativeBackend:
 
     engine = "native"
 
-    def __init__(
-        self, worker_id: str, origin: Origin, upstream: Upstream, role: Role, deadlines: Deadlines
-    ) -> None:
-        self.worker_id = worker_id
-        self.origin = origin
+    def __init__(self, target: Target, upstream: Upstream, deadlines: Deadlines) -> None:
+        self.worker_id = target.worker_id
+        self.origin = target.origin
         self._upstream = upstream
-        self._role = role
+        self._role = target.role
+        self._headers = target.options.headers
         self._deadlines = deadlines
         self._instance = ""
 
     async def probe(self) -> WorkerSnapshot:
         """Read the worker's profile. Raises ValueError when it has none."""
-        status, body = await get_json(self._upstream, self.origin, b"/splitserve/profile")
+        status, body = await self._get(b"/splitserve/profile")
         if status != 200:
             raise ValueError(f"GET /splitserve/profile answered {status}")
         try:
@@ -118,7 +118,7 @@ class NativeBackend:
 
     async def load(self, known: WorkerSnapshot) -> WorkerSnapshot:
         """Read gauges. Raises WorkerRestarted when another process has taken its place."""
-        status, body = await get_json(self._upstream, self.origin, b"/splitserve/load")
+        status, body = await self._get(b"/splitserve/load")
         if status != 200:
             raise ValueError(f"GET /splitserve/load answered {status}")
         try:
@@ -136,13 +136,16 @@ class NativeBackend:
             decode_tok_s=load.decode_tok_s,
         )
 
+    async def _get(self, path: bytes) -> tuple[int, bytes]:
+        return await get_json(self._upstream, self.origin, path, self._headers)
+
     async def prefill(self, call: BackendCall) -> AsyncGenerator[Handoff | PrefillDone, None]:
         """POST the client's body to the prefill route; two lines of JSON come back."""
         response = await self._upstream.request(
             self.origin,
             b"POST",
             b"/splitserve/prefill" + call.path,
-            headers=call.headers,
+            headers=self._own_headers(call),
             body=call.body,
             deadlines=self._deadlines,
         )
@@ -184,7 +187,7 @@ class NativeBackend:
 
     async def decode(self, call: BackendCall, handoff: Handoff | None) -> UpstreamResponse:
         """Send the client's request as it came; a hand-off travels in a header."""
-        headers = call.headers
+        headers = self._own_headers(call)
         if handoff is not None:
             headers = (*headers, (b"x-splitserve-handoff", handoff.attributes.encode()))
         return await self._upstream.request(
@@ -196,13 +199,21 @@ class NativeBackend:
             deadlines=self._deadlines,
         )
 
+    def _own_headers(self, call: BackendCall) -> Headers:
+        headers = (*call.headers, *self._headers) if self._headers else call.headers
+        return (*headers, _BATCH_PRIORITY) if call.batch else headers
+
+    def recomputed(self, handoff: Handoff, counts: TokenCounts) -> int | None:
+        """Nothing, ever: a native decode worker that cannot get the KV answers with an error."""
+        return 0
+
     async def release(self, handoff: Handoff, *, consumed: bool) -> None:
         """Free an offer. One that was read is free already."""
         if consumed:
             return
         path = b"/splitserve/release/" + quote(handoff.handoff_id, safe="").encode()
         async with await self._upstream.request(
-            self.origin, b"POST", path, deadlines=self._deadlines
+            self.origin, b"POST", path, headers=self._headers, deadlines=self._deadlines
         ) as response:
             await response.read(_LINE_LIMIT_BYTES)
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import msgspec
 
-from router.backends.base import BackendCall, PrefillDone
+from router.backends.base import BackendCall, PrefillDone, Target
 from router.backends.probing import get_json
-from router.origin import Origin
 from router.upstream import Upstream, UpstreamResponse
+from router.usage import TokenCounts
 from router.wire import Deadlines
 from splitserve.messages import Failure, Handoff, Role, WorkerSnapshot
 
@@ -32,18 +32,17 @@ class OpenAIBackend:
 
     engine = "openai"
 
-    def __init__(
-        self, worker_id: str, origin: Origin, upstream: Upstream, role: Role, deadlines: Deadlines
-    ) -> None:
-        self.worker_id = worker_id
-        self.origin = origin
+    def __init__(self, target: Target, upstream: Upstream, deadlines: Deadlines) -> None:
+        self.worker_id = target.worker_id
+        self.origin = target.origin
         self._upstream = upstream
-        self._role = role
+        self._role = target.role
+        self._headers = target.options.headers
         self._deadlines = deadlines
 
     async def probe(self) -> WorkerSnapshot:
         """Read the model list. Raises ValueError when the answer is not one."""
-        status, body = await get_json(self._upstream, self.origin, b"/v1/models")
+        status, body = await get_json(self._upstream, self.origin, b"/v1/models", self._headers)
         if status != 200:
             raise ValueError(f"GET /v1/models answered {status}")
         try:
@@ -75,13 +74,17 @@ class OpenAIBackend:
             self.origin,
             b"POST",
             call.path,
-            headers=call.headers,
+            headers=(*call.headers, *self._headers),
             body=call.body,
             deadlines=self._deadlines,
         )
 
     async def release(self, handoff: Handoff, *, consumed: bool) -> None:
         """There is nothing to release."""
+
+    def recomputed(self, handoff: Handoff, counts: TokenCounts) -> int | None:
+        """Never called: it takes no hand-off."""
+        return None
 
     def failure_of(self, status: int, body: bytes) -> Failure | None:
         """5xx and 429 may go better elsewhere; any other error is the client's to see."""

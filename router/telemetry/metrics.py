@@ -46,6 +46,14 @@ class RouterMetrics:
             "splitserve_handoff_seconds", "Time KV took to move", buckets=_LATENCY_BUCKETS_S,
             registry=registry,
         )  # fmt: skip
+        self._recomputes = Counter(
+            "splitserve_handoff_recomputes",
+            "Hand-offs whose decode worker computed the prompt again", registry=registry,
+        )  # fmt: skip
+        self._recomputed = Counter(
+            "splitserve_handoff_recomputed_tokens",
+            "Prompt tokens handed over and computed again", registry=registry,
+        )  # fmt: skip
         self._retries = Counter(
             "splitserve_retries", "Attempts beyond a request's first", registry=registry
         )
@@ -86,6 +94,9 @@ class RouterMetrics:
         if record.transfer_s is not None:
             self._transfer_s.observe(record.transfer_s)
             self._transfer_bytes.inc(record.transfer_bytes)
+        if record.recomputed_tokens:
+            self._recomputes.inc()
+            self._recomputed.inc(record.recomputed_tokens)
         if record.attempts > 1:
             self._retries.inc(record.attempts - 1)
 

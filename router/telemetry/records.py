@@ -34,6 +34,7 @@ class Record:
     transfer_bytes: int = 0
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    recomputed_tokens: int | None = None
     output_tokens: int = 0
     finish: str = ""
     failures: list[str] = field(default_factory=list)
@@ -109,6 +110,7 @@ class Record:
                 "prefill_ms": _ms(self.prefill_s),
                 "transfer_ms": _ms(self.transfer_s),
                 "transfer_bytes": self.transfer_bytes,
+                "recomputed_tokens": self.recomputed_tokens,
                 "output_tokens": self.output_tokens,
                 "finish": self.finish or "running",
                 "met_targets": self.met_targets,

@@ -15,6 +15,7 @@ from router.errors import ClosedEarly, TimedOut
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.records import Record, RecordStore
 from router.upstream import UpstreamResponse
+from router.usage import TokenCounts
 from router.wire import Headers
 from splitserve import messages as m
 from splitserve.scheduling import Scheduler
@@ -58,6 +59,9 @@ class HandResponse:
     def close(self) -> None:
         self.closed = True
 
+    def on_close(self, callback: Callable[[], None]) -> None:
+        raise AssertionError("nobody asks for it here")
+
     async def __aenter__(self) -> HandResponse:
         return self
 
@@ -99,6 +103,9 @@ class HandBackend:
 
     async def release(self, handoff: m.Handoff, *, consumed: bool) -> None:
         self.released.append(consumed)
+
+    def recomputed(self, handoff: m.Handoff, counts: TokenCounts) -> int | None:
+        return 0
 
     def failure_of(self, status: int, body: bytes) -> m.Failure | None:
         return m.Failure.REFUSED
