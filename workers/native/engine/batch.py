@@ -28,15 +28,23 @@ class Slice:
         return self.rows == self.sequence.remaining
 
 
-def plan_step(running: Seq[Sequence], budget_tokens: int) -> list[Slice]:
+def plan_step(
+    running: Seq[Sequence], budget_tokens: int, patient_tokens: int | None = None
+) -> list[Slice]:
     """Every decoding sequence one row, then prompts by priority and arrival, within the budget.
 
     Decodes are never held back by prompts: the budget bounds how long a step may make them wait.
+    Prompts of lower priority than the usual 0 get at most `patient_tokens` of a step, and none
+    beside more urgent ones: no urgent prompt waits for more than one such piece.
     """
     decodes = [Slice(s, 1) for s in running if s.remaining == 1]
     left = budget_tokens - len(decodes)
     prompts: list[Slice] = []
     for sequence in sorted(running, key=lambda s: s.priority):  # stable: age within a priority
+        if sequence.remaining > 1 and sequence.priority > 0 and patient_tokens is not None:
+            if any(piece.sequence.priority <= 0 for piece in prompts):
+                break
+            left, patient_tokens = min(left, patient_tokens), None
         if sequence.remaining <= 1 or left <= 0:
             continue
         limit = left if sequence.prompt_logprobs is None else min(left, _LOGPROB_CHUNK_TOKENS)

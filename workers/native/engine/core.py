@@ -34,6 +34,8 @@ from workers.native.models.kv_session import KvSession
 from workers.native.sampling.sampler import rank_logprobs, sample
 
 _WARM_UP_TOKENS = 256
+_PATIENT_STEP_S = 0.08  # about two decode steps of a small model on a CPU
+_LEAST_PATIENT_TOKENS = 32  # fewer would read the weights once for next to nothing
 
 log = logging.getLogger("splitserve.engine")
 
@@ -181,7 +183,7 @@ class EngineCore:
         ready = [s for s in self.running if not s.pulling]
         self._make_room([s for s in ready if s.remaining == 1 and s.output])
         ready = [s for s in self.running if not s.pulling]
-        slices = plan_step(ready, self._settings.step_tokens)
+        slices = plan_step(ready, self._settings.step_tokens, self._patient_tokens)
         if not slices:
             return False
         started_s = self._clock()
@@ -346,6 +348,12 @@ class EngineCore:
         if len(sequence.output) >= params.max_tokens or full:
             return text + sequence.text.finish(), "length"
         return text, None
+
+    @property
+    def _patient_tokens(self) -> int:
+        """Tokens of a patient prompt that take no longer than an urgent one should wait."""
+        quick = int(_PATIENT_STEP_S * self.stats.prefill_tok_s)
+        return min(self._settings.step_tokens, max(_LEAST_PATIENT_TOKENS, quick))
 
     @property
     def _context_limit(self) -> int:

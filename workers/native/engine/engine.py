@@ -202,6 +202,7 @@ class Engine:
     def _carry(self, sequence: Sequence, pull: Pull) -> None:
         result = end_of(pull)
         self._order(lambda core: core.pull_ended(sequence, result))
+        pull.close()  # the first token does not wait for it
 
     def _order(self, order: Order) -> None:
         self._inbox.put(order)

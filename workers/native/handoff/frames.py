@@ -38,6 +38,7 @@ _SHARED = struct.Struct("<QQ")
 _MAGIC = b"SSKV"
 _PIECE_BYTES = 256 * 1024  # hash a piece right after it came, while it is in the cache
 HEADER_BYTES = _HEADER.size
+_HELD_BYTES = 1 << 20
 _RESET = struct.pack("ii", 1, 0)  # linger: on, for 0 seconds
 
 
@@ -153,6 +154,13 @@ class FrameSocket:
             state.update(piece)
         if state.intdigest() != header.checksum:
             raise HandoffCorrupt(f"checksum of {header.kind.name} {header.index} does not match")
+
+    def hold_much(self) -> None:
+        """Let the system hold a whole LOGITS frame, so that its sender need not wait for us.
+
+        For a peer on this host only: over a network the system sizes the buffer better itself.
+        """
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _HELD_BYTES)
 
     def interrupt(self) -> None:
         """Make the thread that reads or writes fail at once; for any other thread.

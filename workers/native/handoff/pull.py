@@ -64,6 +64,8 @@ class Pull:
     _target: tuple[list[int], int] | None = None
     _cancelled: bool = False
     _frames: FrameSocket | None = None
+    _shared: SharedPool | None = None
+    _done: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def begin(self, blocks: list[int], start_block: int) -> None:
@@ -83,23 +85,34 @@ class Pull:
 
     def run(self) -> Pulled:
         """Do it all. Raises HandoffError; the blocks then hold nothing of use."""
-        frames = self._connect()
-        shared: SharedPool | None = None
-        done = False
         try:
-            share, block_bytes = self._greet(frames)
-            blocks, start_block = self._await_room(frames)
-            if share is not None and self.allow_shared:
-                shared = SharedPool.open(share, block_bytes)
-            frames.send_control(Kind.BEGIN, start_block=start_block, shared=shared is not None)
-            pulled = self._receive(frames, blocks, start_block, shared)
-            frames.send_control(Kind.DONE)
-            done = True
-            return pulled
+            return self.receive()
         finally:
-            frames.close(abort=not done)
-            if shared is not None:
-                shared.close()
+            self.close()
+
+    def receive(self) -> Pulled:
+        """Do it all but `close`, for who is in a hurry. Raises HandoffError as `run` does."""
+        frames = self._connect()
+        share, block_bytes = self._greet(frames)
+        blocks, start_block = self._await_room(frames)
+        if share is not None and self.allow_shared:
+            self._shared = SharedPool.open(share, block_bytes)
+            frames.hold_much()
+        shared = self._shared
+        frames.send_control(Kind.BEGIN, start_block=start_block, shared=shared is not None)
+        pulled = self._receive(frames, blocks, start_block, shared)
+        frames.send_control(Kind.DONE)
+        self._done = True
+        return pulled
+
+    def close(self) -> None:
+        """Give back the connection and the mapping of the peer's pool, once."""
+        frames, shared = self._frames, self._shared
+        self._shared = None
+        if frames is not None:
+            frames.close(abort=not self._done)
+        if shared is not None:
+            shared.close()
 
     def _connect(self) -> FrameSocket:
         address = (self.reference.host, self.reference.port)
@@ -211,9 +224,12 @@ class Pull:
 
 
 def end_of(pull: Pull) -> Pulled | HandoffError:
-    """Run a pull and return its result or its failure; for the thread that carries it."""
+    """Receive all of a pull and return that or its failure; for the thread that carries it.
+
+    The caller closes the pull afterwards.
+    """
     try:
-        return pull.run()
+        return pull.receive()
     except HandoffError as error:
         return error
     except Exception as error:  # task boundary: the engine waits for an end, whatever it is

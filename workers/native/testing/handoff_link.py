@@ -33,6 +33,7 @@ class Running:
 
     def _run(self) -> None:
         self._end = end_of(self.pull)
+        self.pull.close()
 
     def end(self) -> Pulled | HandoffError:
         """Wait for it."""
