@@ -75,9 +75,11 @@ class GenerateRequest:
 
     `prompt_is_estimate`: the edge guessed `prompt_tokens` from the size of the text; the scheduler
     scales the guess by what answers have shown.
+    `tenant_weight` is its tenant's share beside others who wait, above 0; 1 is usual.
     `block_hashes` are chained hashes of the prompt's blocks of `hash_block_tokens` tokens each.
     `fail_fast`: rather a refusal at once than an answer after the target.
-    `unsplittable` says why this request must run whole ("" when it may be split).
+    `unsplittable` says why this request must run whole ("" when it may be split). One of
+    `several_prompts` is split nevertheless where every worker is `splits_only`.
     `forced_plan` and `forced_worker` come from the client's headers.
     """
 
@@ -88,6 +90,7 @@ class GenerateRequest:
     service_class: str = "interactive"
     slo: Slo = Slo()
     tenant: str = ""
+    tenant_weight: float = 1.0
     session: str = ""
     block_hashes: tuple[int, ...] = ()
     hash_block_tokens: int = 512
@@ -95,6 +98,7 @@ class GenerateRequest:
     streamed: bool = True
     fail_fast: bool = False
     unsplittable: str = ""
+    several_prompts: bool = False
     forced_plan: PlanKind | None = None
     forced_worker: str | None = None
 
@@ -107,9 +111,13 @@ class WorkerSnapshot:
     layout, dtype, block size); `connector` is the way they exchange it, "" when they cannot.
     `takes` names other engines' connectors whose KV this worker can convert into its own.
     `soft_role`: the planner gave it its role, which is a bias; a declared role is an order.
+    `splits_only`: its engine takes one side of hand-offs and cannot answer a request alone.
     `hands_over_logits`: the first token needs no step on the decode worker.
     Rates are priors until the latency model has seen traffic; 0 means unknown. `coefficients` are a
     better prior where somebody has them; `exact` ones are not corrected (simulation only).
+    `cache_removed_tokens` and `cache_cleared` are what its prefix cache has let go since it joined,
+    and how often all of it, where it tells.
+    `notes` tell people what was assumed of it or is odd about it; nothing is decided by them.
     """
 
     worker_id: str
@@ -134,6 +142,10 @@ class WorkerSnapshot:
     coefficients: Coefficients | None = None
     exact: bool = False
     takes: tuple[str, ...] = ()
+    splits_only: bool = False
+    cache_removed_tokens: int = 0
+    cache_cleared: int = 0
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +285,19 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class PairJudged:
+    """What was seen of a pair's hand-offs: no more of them until `until_s`, for `reason`.
+
+    An empty reason lifts what an earlier judgement said.
+    """
+
+    prefill_worker: str
+    decode_worker: str
+    reason: str
+    until_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class TimerFired:
     """The instant asked for by `WakeAt` has come."""
 
@@ -288,6 +313,7 @@ Event = (
     | RequestCancelled
     | WorkerReported
     | WorkerLost
+    | PairJudged
     | TimerFired
 )
 

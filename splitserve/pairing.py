@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from splitserve.messages import Role, WorkerSnapshot
+from splitserve.messages import PairJudged, Role, WorkerSnapshot
 
 
 def why_not_pair(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> str:
@@ -28,12 +29,62 @@ def why_not_pair(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> str:
     return "KV differs in " + ", ".join(differences) if differences else ""
 
 
-def any_pair(workers: Iterable[WorkerSnapshot]) -> bool:
-    """True when some declared prefill worker can hand over to some declared decode worker."""
-    known = list(workers)
-    prefills = [w for w in known if w.role is Role.PREFILL]
-    decodes = [w for w in known if w.role is Role.DECODE]
-    return any(not why_not_pair(p, d) for p in prefills for d in decodes)
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Why a pair gets no hand-offs, although its keys fit, and until when."""
+
+    reason: str
+    until_s: float
+
+
+@dataclass(slots=True)
+class Pairs:
+    """Which workers may exchange KV: what they say of it, and what was seen of their hand-offs.
+
+    Quarantines are by (prefill worker, decode worker), and only of workers that are alive.
+    """
+
+    quarantined: dict[tuple[str, str], Quarantine] = field(default_factory=dict)
+
+    def why_not(self, prefill: WorkerSnapshot, decode: WorkerSnapshot) -> str:
+        """Return "" when `decode` may use KV computed by `prefill` now, else the reason."""
+        why = why_not_pair(prefill, decode)
+        if why or not self.quarantined:
+            return why
+        known = self.quarantined.get((prefill.worker_id, decode.worker_id))
+        return f"quarantined: {known.reason}" if known is not None else ""
+
+    def any(self, workers: Iterable[WorkerSnapshot]) -> bool:
+        """True when some declared prefill worker may hand over to some declared decode worker."""
+        known = list(workers)
+        prefills = [w for w in known if w.role is Role.PREFILL]
+        decodes = [w for w in known if w.role is Role.DECODE]
+        return any(not self.why_not(p, d) for p in prefills for d in decodes)
+
+    def judge(self, event: PairJudged) -> bool:
+        """Take a judgement in, unless a longer one stands; True when it changed anything."""
+        key = event.prefill_worker, event.decode_worker
+        known = self.quarantined.get(key)
+        if not event.reason:
+            return self.quarantined.pop(key, None) is not None
+        if known is not None and known.until_s >= event.until_s:
+            return False
+        self.quarantined[key] = Quarantine(event.reason, event.until_s)
+        return known is None
+
+    def lift(self, now_s: float) -> bool:
+        """End quarantines whose time is over; True when there were any."""
+        over = [key for key, known in self.quarantined.items() if known.until_s <= now_s]
+        for key in over:
+            del self.quarantined[key]
+        return bool(over)
+
+    def forget(self, worker_id: str) -> bool:
+        """What comes back under this name is another process; True when anything was known."""
+        gone = [key for key in self.quarantined if worker_id in key]
+        for key in gone:
+            del self.quarantined[key]
+        return bool(gone)
 
 
 def _differences(left: str, right: str, *, shared_only: bool) -> list[str]:

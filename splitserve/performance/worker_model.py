@@ -70,6 +70,20 @@ class WorkerModel:
         return self._now
 
     @property
+    def corrected(self) -> Coefficients:
+        """The present fit with both drift corrections in it: what predictions come from."""
+        now, decode, prefill = self._now, self.decode_drift.value, self.prefill_drift.value
+        return Coefficients(
+            now.step_s * decode,
+            now.per_sequence_s * decode,
+            now.per_kv_token_s * decode,
+            now.prefill_step_s * prefill,
+            now.per_prompt_token_s * prefill,
+            now.per_prompt_token2_s * prefill,
+            now.budget_tokens,
+        )
+
+    @property
     def margin(self) -> float:
         """How much longer than predicted a prefill may be taken to last: P90 of late ratios."""
         return self._margin

@@ -48,6 +48,12 @@ class PrefixIndex:
         while len(known) > limit:
             known.popitem(last=False)
 
+    def remove_oldest(self, worker_id: str, blocks: int) -> None:
+        """The worker has let go of so many blocks, those first that it used least recently."""
+        known = self._workers.get(worker_id) or OrderedDict()
+        for _ in range(min(blocks, len(known))):
+            known.popitem(last=False)
+
     def forget(self, worker_id: str) -> None:
-        """The worker left or restarted: it has nothing."""
+        """The worker left, restarted or emptied its cache: it has nothing."""
         self._workers.pop(worker_id, None)

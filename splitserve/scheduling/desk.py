@@ -48,6 +48,7 @@ class Desk:
     waiting: dict[str, Flight] = field(default_factory=dict)
     commands: list[m.Command] = field(default_factory=list)
     returned: list[Flight] = field(default_factory=list)
+    ended: list[Flight] = field(default_factory=list)  # of those that were ever started
     unstreamed: list[tuple[float, str, tuple[str, int, m.Leg]]] = field(default_factory=list)
     _wake_s: float | None = None
 
@@ -61,6 +62,7 @@ class Desk:
         flight.plan = plan
         flight.dispatched_s = now_s
         flight.prefilled_s = None
+        flight.used_prompt_tokens = request.prompt_tokens
         if plan.plan is m.PlanKind.AGGREGATED:
             self._start_whole(flight, plan, choice, now_s)
         else:
@@ -104,6 +106,18 @@ class Desk:
     def woken(self) -> None:
         """The timer has fired."""
         self._wake_s = None
+
+    def runs_whole(self, request: m.GenerateRequest) -> bool:
+        """True when some worker of the model can answer without a hand-off."""
+        return any(not a.snapshot.splits_only for a in self.ledger.serving(request.model))
+
+    def lose_prefixes(self, before: m.WorkerSnapshot, now: m.WorkerSnapshot) -> None:
+        """Take out of the prefix index what a worker says its cache has let go."""
+        if now.cache_cleared != before.cache_cleared:
+            self.prefix.forget(now.worker_id)
+            return
+        blocks = now.cache_removed_tokens // 512 - before.cache_removed_tokens // 512
+        self.prefix.remove_oldest(now.worker_id, max(0, blocks))
 
     def uncached(self, account: WorkerAccount, request: m.GenerateRequest) -> int:
         """U: prompt tokens that this worker would have to compute; at least one."""
@@ -216,5 +230,7 @@ class Desk:
     def forget(self, flight: Flight) -> None:
         """The request has ended."""
         self.unbook(flight)
+        if flight.attempt:
+            self.ended.append(flight)
         del self.flights[flight.request.request_id]
         self.waiting.pop(flight.request.request_id, None)

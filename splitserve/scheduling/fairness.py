@@ -1,9 +1,10 @@
 """Token-fair order between tenants: virtual token counters inside a band.
 
-A tenant's counter grows with what it was given, (uncached prompt + 2 * output) / weight, and is
-lifted to the smallest active one when it comes back from idle (VTC, OSDI 2024). Requests that are
-about to miss their deadline go first as long as their tenant is inside its guaranteed rate, so
-that nobody gains by declaring tight deadlines for everything.
+A tenant's counter grows with what it was given, (prompt + 2 * output) / weight, and is lifted to
+the smallest active one when it comes back from idle (VTC, OSDI 2024). While a request runs it is
+charged what it may use, at its end what it did use. Requests that are about to miss their deadline
+go first as long as their tenant is inside its guaranteed rate, so that nobody gains by declaring
+tight deadlines for everything.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from splitserve.messages import Candidate, GenerateRequest
 from splitserve.scheduling.flight import Flight
 
 _URGENT_S = 0.1
-_GUARANTEED_TOK_S = 20_000.0
+_GUARANTEED_TOK_S = 20_000.0  # of a tenant of weight 1
 _BURST_TOKENS = 200_000.0
+_OUTPUT_WEIGHT = 2  # an output token takes about twice the work of a prompt token
+_UNKNOWN_OUTPUT_TOKENS = 256  # charged for a request that names no limit, until it ends
+_MOST_OUTPUT_TOKENS = 1024  # charged at most until it ends: limits are often set far too high
 _IDLE_S = 60.0  # without an arrival for so long, a tenant is idle
 
 
@@ -34,23 +38,32 @@ H = TypeVar("H", bound=Head)
 
 @dataclass(slots=True)
 class _Tenant:
+    weight: float
+    bucket_tokens: float
+    refilled_s: float
     counter: float = 0.0
-    bucket_tokens: float = _BURST_TOKENS
-    refilled_s: float = 0.0
+
+    def charge(self, tokens: float) -> None:
+        """Take `tokens` from what is its due; below 0: give them back."""
+        self.counter += tokens / self.weight
+        self.bucket_tokens -= tokens
 
 
 @dataclass(slots=True)
 class Fairness:
     """Counters of all tenants that were seen."""
 
-    weights: dict[str, float] = field(default_factory=dict)
     _tenants: dict[str, _Tenant] = field(default_factory=dict)
 
     def arrived(self, request: GenerateRequest, now_s: float) -> None:
         """A tenant is active; one that was idle does not bring old credit."""
+        weight = request.tenant_weight
+        burst_tokens = _BURST_TOKENS * weight
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
-            tenant = self._tenants[request.tenant] = _Tenant(refilled_s=now_s - 2 * _IDLE_S)
+            tenant = _Tenant(weight, burst_tokens, now_s - 2 * _IDLE_S)
+            self._tenants[request.tenant] = tenant
+        tenant.weight = weight
         if now_s - tenant.refilled_s > _IDLE_S:
             others = [
                 t.counter
@@ -59,21 +72,29 @@ class Fairness:
             ]
             tenant.counter = max(tenant.counter, min(others, default=0.0))
         tenant.bucket_tokens = min(
-            _BURST_TOKENS,
-            tenant.bucket_tokens + (now_s - tenant.refilled_s) * _GUARANTEED_TOK_S,
+            burst_tokens,
+            tenant.bucket_tokens + (now_s - tenant.refilled_s) * _GUARANTEED_TOK_S * weight,
         )
         tenant.refilled_s = now_s
 
     def served(self, request: GenerateRequest, plan: Candidate) -> None:
-        """Charge a tenant for what was just started."""
-        tenant = self._tenants[request.tenant]
-        tokens = request.prompt_tokens + 2 * (request.max_tokens or 256)
-        tenant.counter += tokens / self.weights.get(request.tenant, 1.0)
-        tenant.bucket_tokens -= tokens
+        """Charge a tenant for what was just started: what it may use."""
+        self._tenants[request.tenant].charge(_advance_tokens(request))
+
+    def settle(self, flight: Flight, prompt_tokens: int, output_tokens: int) -> None:
+        """A request has ended: charge what it used in place of what each start of it might."""
+        used_tokens = prompt_tokens + _OUTPUT_WEIGHT * output_tokens
+        advance_tokens = flight.attempt * _advance_tokens(flight.request)
+        self._tenants[flight.request.tenant].charge(used_tokens - advance_tokens)
+
+    @property
+    def several(self) -> bool:
+        """True when there is more than one tenant to be fair to."""
+        return len(self._tenants) > 1
 
     def order(self, heads: Sequence[H], now_s: float, limit: int) -> list[H]:
         """Return up to `limit` heads in the order in which they are tried."""
-        if len(self._tenants) <= 1:
+        if not self.several:
             return list(heads[:limit])
         window = heads[: 4 * limit]
 
@@ -88,6 +109,11 @@ class Fairness:
         """What a tenant was given so far."""
         known = self._tenants.get(tenant)
         return known.counter if known is not None else 0.0
+
+
+def _advance_tokens(request: GenerateRequest) -> int:
+    wanted = _UNKNOWN_OUTPUT_TOKENS if request.max_tokens is None else request.max_tokens
+    return request.prompt_tokens + _OUTPUT_WEIGHT * min(wanted, _MOST_OUTPUT_TOKENS)
 
 
 class TenantQueues:

@@ -39,6 +39,8 @@ class Flight:
     prefilled_s: float | None = None
     first_token_s: float | None = None
     moving_bytes: float = 0.0
+    used_prompt_tokens: int = 0  # computed for it, as far as anybody has counted them
+    used_output_tokens: int = 0
 
     @property
     def waiting(self) -> bool:

@@ -16,6 +16,8 @@ _EARLY, _LATE = 0.2, 0.8  # quantiles of remaining length: for protecting, for g
 HEADROOM = 1.1  # on the decode step, against TPOT targets
 _KV_SHARE = 0.92
 _SLOW_WORKER = 1.5
+OTHERS_STEP = "a step would be slower than a TPOT target here"
+OWN_STEP = "a step would be slower than the request's own limit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +119,10 @@ class Guards:
             if batch:  # a worker too slow for the floor even alone may still take a little
                 alone_s = account.model.decode_step_s(1, tokens)
                 floor_s = max(floor_s, _SLOW_WORKER * alone_s)
-            known = self.protected(account, now_s)
-            if HEADROOM * step_s > min(floor_s, known.tightest_s):
-                return "a step would be slower than a TPOT target"
+            if HEADROOM * step_s > self.protected(account, now_s).tightest_s:
+                return OTHERS_STEP
+            if HEADROOM * step_s > floor_s:
+                return OWN_STEP
         return ""
 
     def why_prefill_breaks(

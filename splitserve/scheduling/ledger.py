@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-from splitserve.messages import GenerateRequest, Leg, WorkerSnapshot
+from splitserve.messages import GenerateRequest, Leg, PairJudged, WorkerSnapshot
+from splitserve.pairing import Pairs
 from splitserve.performance.coefficients import area, from_rates
 from splitserve.performance.worker_model import WorkerModel
 
@@ -217,6 +218,7 @@ class Ledger:
     workers: dict[str, WorkerAccount] = field(default_factory=dict)
     models_seen: set[str] = field(default_factory=set)
     ticks: Ticks = field(default_factory=Ticks)
+    pairs: Pairs = field(default_factory=Pairs)
 
     def report(self, snapshot: WorkerSnapshot) -> None:
         """Take in a report; a worker's first report is how it joins."""
@@ -236,6 +238,28 @@ class Ledger:
     def serving(self, model: str) -> list[WorkerAccount]:
         """Workers that have `model`, draining ones included."""
         return [a for a in self.workers.values() if model in a.snapshot.models]
+
+    def lose(self, worker_id: str) -> None:
+        """Forget a worker."""
+        self.workers.pop(worker_id, None)
+        if self.pairs.forget(worker_id):
+            self._pairs_changed()
+
+    def judge(self, event: PairJudged) -> None:
+        """Quarantine a pair, or lift that. A worker that has left meanwhile is no matter."""
+        known = event.prefill_worker in self.workers and event.decode_worker in self.workers
+        if known and self.pairs.judge(event):
+            self._pairs_changed()
+
+    def lift_quarantines(self, now_s: float) -> None:
+        """End those whose time is over."""
+        if self.pairs.quarantined and self.pairs.lift(now_s):
+            self._pairs_changed()
+
+    def _pairs_changed(self) -> None:
+        """Whether anything can be split decides who may run it whole: look at everybody again."""
+        for account in self.workers.values():
+            account.version = self.ticks.next()
 
     def unbook(self, worker_id: str, key: LegKey) -> Booking | None:
         """Unbook a leg, on a worker that may be gone."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from splitserve.messages import Candidate, GenerateRequest, PlanKind, Role
-from splitserve.pairing import why_not_pair
+from splitserve.pairing import Pairs
 from splitserve.performance.coefficients import area
 from splitserve.scheduling.desk import Desk, kv_tokens
 from splitserve.scheduling.ledger import WorkerAccount
@@ -22,6 +23,17 @@ _PREFILLS = frozenset({Role.PREFILL, Role.AUTO})
 _DECODES = frozenset({Role.DECODE, Role.AUTO})
 
 
+def untried(
+    accounts: list[WorkerAccount], failed: tuple[str, ...], pairs: Pairs
+) -> list[WorkerAccount]:
+    """Return workers that have not failed a request, or all where those left cannot serve it."""
+    if not failed:
+        return accounts
+    left = [a for a in accounts if a.worker_id not in failed]
+    whole = any(not a.snapshot.splits_only for a in left)
+    return left if whole or pairs.any(a.snapshot for a in left) else accounts
+
+
 @dataclass(frozen=True, slots=True)
 class PlanTable:
     """Prices plans against a desk's ledger and models; holds no state of its own."""
@@ -29,15 +41,23 @@ class PlanTable:
     desk: Desk
 
     def candidates(
-        self, request: GenerateRequest, failed: tuple[str, ...] = (), *, whole_only: bool = False
+        self,
+        request: GenerateRequest,
+        failed: tuple[str, ...] = (),
+        *,
+        whole_only: bool = False,
+        nearest: int | None = None,
     ) -> tuple[Candidate, ...]:
         """Return every plan for `request`, feasible or not.
 
         `failed` workers are avoided where another can serve; `whole_only` gives up on splitting,
-        which is how a request survives a hand-off that broke.
+        which is how a request survives a hand-off that broke. Of whole plans, `nearest` leaves
+        those on the workers with the fewest tokens to prefill.
         """
         accounts = self.desk.ledger.serving(request.model)
-        alive = [a for a in accounts if a.snapshot.worker_id not in failed] or accounts
+        alive = untried(accounts, failed, self.desk.ledger.pairs)
+        if whole_only and nearest is not None and len(alive) > nearest:
+            alive = heapq.nsmallest(nearest, alive, key=lambda a: a.pending_prefill_tokens)
         pairs: list[Candidate] = []
         if not whole_only and not request.unsplittable and len(alive) > 1:
             pairs = list(self._pairs(request, alive))
@@ -53,7 +73,7 @@ class PlanTable:
     ) -> Iterator[Candidate]:
         forced = request.forced_plan is PlanKind.AGGREGATED
         tiers = _WHOLE_TIERS[:1] if any_pair and not forced else _WHOLE_TIERS
-        usable = [a for a in alive if not a.snapshot.draining]
+        usable = [a for a in alive if not (a.snapshot.draining or a.snapshot.splits_only)]
         allowed = tiers[-1]
         for tier in tiers:
             if any(a.snapshot.role in tier for a in usable):
@@ -69,6 +89,8 @@ class PlanTable:
         why_not = self._refusal(request, PlanKind.AGGREGATED, (worker.worker_id,))
         if not why_not and worker.draining:
             why_not = "draining"
+        if not why_not and worker.splits_only:
+            why_not = "its engine serves nothing whole"
         if not why_not and worker.role not in allowed:
             why_not = f"its role is {worker.role}"
         return Candidate(
@@ -113,7 +135,7 @@ class PlanTable:
         why_not = self._refusal(request, PlanKind.DISAGGREGATED, (p.worker_id, d.worker_id))
         if not why_not and (p.draining or d.draining):
             why_not = "draining"
-        why_not = why_not or why_not_pair(p, d)
+        why_not = why_not or self.desk.ledger.pairs.why_not(p, d)
         why_not = why_not or prefill.why_full(request.prompt_tokens)
         why_not = why_not or decode.why_full(kv_tokens(request))
         moved_bytes = self.desk.moved_bytes(prefill, decode, request)

@@ -12,7 +12,7 @@ from splitserve.performance.links import Links
 from splitserve.scheduling.desk import Desk, SchedulerLimits
 from splitserve.scheduling.flight import Flight
 from splitserve.scheduling.ledger import Booking, Ledger
-from splitserve.scheduling.policies import Policy
+from splitserve.scheduling.policies import Accountant, Policy
 from splitserve.scheduling.policies.least_work import LeastWork
 
 Commands = list[m.Command]
@@ -32,6 +32,8 @@ class Scheduler:
         lengths: Lengths | None = None,
     ) -> None:
         self._policy: Policy = policy or LeastWork()
+        accountant: object = policy
+        self._accountant = accountant if isinstance(accountant, Accountant) else None
         self._desk = Desk(limits or SchedulerLimits(), lengths=lengths or Lengths())
 
     # --- what others may look at ----------------------------------------------------------------
@@ -61,8 +63,11 @@ class Scheduler:
     def step(self, event: m.Event, now_s: float) -> Commands:
         """Take one event in and return what to do about it, in order."""
         self._desk.assume_first_tokens(now_s)
+        self._desk.ledger.lift_quarantines(now_s)
         self._take(event, now_s)
+        self._settle()
         self._pump(now_s)
+        self._settle()
         commands, self._desk.commands = self._desk.commands, []
         return commands
 
@@ -84,12 +89,21 @@ class Scheduler:
                 self._leg_failed(event)
             case m.RequestCancelled(request_id):
                 self._cancelled(request_id)
+            case m.WorkerReported() | m.WorkerLost() | m.PairJudged():
+                self._fleet_changed(event)
+            case m.TimerFired():
+                self._desk.woken()
+            case _:
+                assert_never(event)
+
+    def _fleet_changed(self, event: m.WorkerReported | m.WorkerLost | m.PairJudged) -> None:
+        match event:
             case m.WorkerReported(snapshot):
                 self._reported(snapshot)
             case m.WorkerLost(worker_id, reason):
                 self._worker_lost(worker_id, reason)
-            case m.TimerFired():
-                self._desk.woken()
+            case m.PairJudged():
+                self._desk.ledger.judge(event)
             case _:
                 assert_never(event)
 
@@ -101,6 +115,13 @@ class Scheduler:
                 self._policy.arrived(flight, desk, now_s)
         if desk.waiting:
             self._policy.pump(desk, now_s)
+
+    def _settle(self) -> None:
+        ended, self._desk.ended = self._desk.ended, []
+        if self._accountant is None:
+            return
+        for flight in ended:
+            self._accountant.ended(flight, flight.used_prompt_tokens, flight.used_output_tokens)
 
     def _arrived(self, request: m.GenerateRequest, now_s: float) -> None:
         desk = self._desk
@@ -114,6 +135,8 @@ class Scheduler:
         if request.prompt_is_estimate:
             tokens = desk.prompts.apply(request.model, request.prompt_tokens)
             request = replace(request, prompt_tokens=tokens)
+        if request.several_prompts and not desk.runs_whole(request):
+            request = replace(request, unsplittable="")
         flight = Flight(request, now_s)
         desk.flights[request_id] = desk.waiting[request_id] = flight
         self._policy.arrived(flight, desk, now_s)
@@ -173,6 +196,7 @@ class Scheduler:
         if flight is None or flight.plan is None or flight.streaming or not flight.answering:
             return
         flight.first_token_s = now_s
+        flight.used_output_tokens = 1
         plan = flight.plan
         whole = plan.plan is m.PlanKind.AGGREGATED
         leg = m.Leg.AGGREGATED if whole else m.Leg.DECODE
@@ -196,6 +220,7 @@ class Scheduler:
             flight = self._current(request_id, attempt)
             if flight is None or flight.plan is None:
                 continue
+            flight.used_output_tokens = max(flight.used_output_tokens, tokens)
             account = self._desk.ledger.workers.get(flight.plan.decode_worker)
             if account is not None:
                 whole = flight.plan.plan is m.PlanKind.AGGREGATED
@@ -213,8 +238,20 @@ class Scheduler:
             self._desk.lengths.see(request, event.output_tokens)
         if request.prompt_is_estimate:
             self._desk.prompts.see(request.model, request.prompt_tokens, event.prompt_tokens)
+        self._count_use(flight, event)
         self._desk.forget(flight)
         self._desk.commands += flight.take_release(consumed=True)
+
+    @staticmethod
+    def _count_use(flight: Flight, event: m.DecodeFinished) -> None:
+        """Take the engine's own counts. After a hand-off its cached tokens are those it was given,
+        which were computed all the same.
+        """
+        if event.prompt_tokens:
+            whole = flight.plan is not None and flight.plan.plan is m.PlanKind.AGGREGATED
+            cached = event.cached_tokens if whole else 0
+            flight.used_prompt_tokens = max(0, event.prompt_tokens - cached)
+        flight.used_output_tokens = event.output_tokens or flight.used_output_tokens
 
     def _leg_failed(self, event: m.LegFailed) -> None:
         flight = self._current(event.request_id, event.attempt)
@@ -232,6 +269,9 @@ class Scheduler:
 
     def _reported(self, snapshot: m.WorkerSnapshot) -> None:
         desk = self._desk
+        known = desk.ledger.workers.get(snapshot.worker_id)
+        if known is not None:
+            desk.lose_prefixes(known.snapshot, snapshot)
         desk.ledger.report(snapshot)
         blocks = max(1, snapshot.kv_capacity_tokens // 512) if snapshot.kv_capacity_tokens else 0
         if blocks:
@@ -253,7 +293,7 @@ class Scheduler:
                     reason,
                 )
                 self._fail(flight, event)
-        desk.ledger.workers.pop(worker_id, None)
+        desk.ledger.lose(worker_id)
         desk.links.forget(worker_id)
         desk.prefix.forget(worker_id)
 
@@ -267,6 +307,8 @@ class Scheduler:
             desk.end_leg(flight, m.Leg.PREFILL)
             return
         plan = flight.plan
+        if not flight.streaming:  # a worker's failure is not on the tenant's account
+            flight.used_prompt_tokens = 0
         # A leg on a lost worker has not ended by itself: the edge must let go of it.
         ended = None if event.failure is m.Failure.WORKER_LOST else event.leg
         desk.commands += desk.abandon(flight, ended=ended)
@@ -279,7 +321,8 @@ class Scheduler:
             desk.commands.append(reject)
             return
         flight.failed_workers = (*flight.failed_workers, event.worker_id)
-        flight.handoff_failed |= event.failure is m.Failure.HANDOFF
+        if event.failure is m.Failure.HANDOFF and desk.runs_whole(flight.request):
+            flight.handoff_failed = True
         desk.requeue(flight)
 
     def _current(self, request_id: str, attempt: int) -> Flight | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from splitserve.messages import PlanKind, Refusal
 from splitserve.simulation.trace import TraceRequest
+from splitserve.targets import met_targets
 
 _Z = 1.96  # of a 95 % interval
 
@@ -63,14 +64,7 @@ class Outcome:
     @property
     def good(self) -> bool:
         """Ended normally and within every target."""
-        slo, ttft_s, tpot_s, e2e_s = self.trace.slo, self.ttft_s, self.tpot_s, self.e2e_s
-        if e2e_s is None or ttft_s is None:
-            return False
-        if slo.ttft_s is not None and ttft_s > slo.ttft_s:
-            return False
-        if slo.tpot_s is not None and tpot_s is not None and tpot_s > slo.tpot_s:
-            return False
-        return slo.deadline_s is None or e2e_s <= slo.deadline_s
+        return met_targets(self.trace.slo, ttft_s=self.ttft_s, tpot_s=self.tpot_s, e2e_s=self.e2e_s)
 
     def gaps_s(self) -> Iterator[float]:
         """Yield the time between each two successive tokens of a finished answer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from splitserve.scheduling.desk import Desk
 from splitserve.scheduling.flight import Flight
@@ -21,3 +21,14 @@ class Policy(Protocol):
     def left(self, flight: Flight) -> None: ...
 
     def pump(self, desk: Desk, now_s: float) -> None: ...
+
+
+@runtime_checkable
+class Accountant(Protocol):
+    """A policy that also wants to know what a request used that it had started.
+
+    `ended` comes once, when the request is over however it ended: prompt tokens that were computed
+    for it and tokens it was answered, as far as anybody has counted them.
+    """
+
+    def ended(self, flight: Flight, prompt_tokens: int, output_tokens: int) -> None: ...

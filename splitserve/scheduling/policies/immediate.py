@@ -80,10 +80,10 @@ def decline_if_hopeless(flight: Flight, desk: Desk, choice: m.Choice, now_s: flo
         else:
             refusal = m.Refusal.UNKNOWN_MODEL
             detail, retry_s = f"no worker serves model {request.model}", None
-    elif all(c.why_not.startswith(("the request asked", "its role")) for c in candidates):
-        forced = request.forced_plan or request.forced_worker
+    elif all(c.why_not.startswith(_lasting(request)) for c in candidates):
+        asked = request.forced_plan or request.forced_worker or request.unsplittable
         refusal = m.Refusal.UNPLANNABLE
-        detail, retry_s = f"no worker can serve this request as asked ({forced})", None
+        detail, retry_s = f"no worker can serve this request as asked ({asked})", None
     elif now_s >= flight.arrived_s + desk.limits.max_wait_s:
         reasons = "; ".join(sorted({c.why_not for c in candidates if c.why_not})[:4])
         refusal = m.Refusal.NO_WORKER
@@ -92,6 +92,13 @@ def decline_if_hopeless(flight: Flight, desk: Desk, choice: m.Choice, now_s: flo
         return False
     desk.decline(flight, refusal, detail, retry_s, choice)
     return True
+
+
+def _lasting(request: m.GenerateRequest) -> tuple[str, ...]:
+    """How reasons against a plan begin that no waiting can mend."""
+    asked = ("the request asked", "its role")
+    whole = request.unsplittable or request.forced_plan is m.PlanKind.AGGREGATED
+    return (*asked, "its engine") if whole else asked
 
 
 def retry_after_s(request_id: str, wait_s: float) -> float:

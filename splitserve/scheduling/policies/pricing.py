@@ -7,19 +7,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from splitserve import messages as m
-from splitserve.pairing import any_pair, why_not_pair
 from splitserve.performance.coefficients import area
 from splitserve.scheduling.desk import Desk
 from splitserve.scheduling.flight import Flight, deadline_of
-from splitserve.scheduling.guards import HEADROOM, Guards
+from splitserve.scheduling.guards import HEADROOM, OWN_STEP, Guards
 from splitserve.scheduling.ledger import WorkerAccount
 from splitserve.scheduling.plans import PlanTable
+from splitserve.scheduling.policies.eligible import Eligible
 from splitserve.scheduling.policies.immediate import decline_if_hopeless, retry_after_s
+from splitserve.scheduling.policies.refusals import Refusals
 
 if TYPE_CHECKING:
     from splitserve.scheduling.policies.slack import SlackSettings
 
 _FEW = 8  # workers; among more the pairs are too many to explain them all
+_SHOWN = 31  # candidates beside the chosen one; of a larger fleet, those with the least to prefill
 _DECODE_AHEAD = 10  # steps of decode speed that count beside one first token
 _MIXED = frozenset({m.Role.AGGREGATED, m.Role.AUTO})
 
@@ -33,16 +35,19 @@ class Pricing:
         self._guards = guards
         self._settings = settings
         self._table = PlanTable(desk)
-        self._usable: dict[str, list[WorkerAccount]] = {}
-        self._whole: dict[str, list[WorkerAccount]] = {}
-        self._movers: dict[str, bool] = {}
+        self.eligible = Eligible(desk)
+        self._refusals = Refusals()
+        self._changed_key = (-1, -1)
+        self._changed_of: list[WorkerAccount] = []
+        self._changed_since: list[WorkerAccount] = []
+        self._batch_key = ("", -1)
+        self._with_batch: list[WorkerAccount] = []
 
     def begin(self, now_s: float) -> None:
         """Everything is priced as of now."""
         self.now_s = now_s
-        self._usable.clear()
-        self._whole.clear()
-        self._movers.clear()
+        self.eligible.begin()
+        self._changed_key, self._batch_key = (-1, -1), ("", -1)
 
     @property
     def tick(self) -> int:
@@ -52,14 +57,6 @@ class Pricing:
     def changed_since(self, tick: int) -> bool:
         """True when any worker has changed after `tick`, or none is there."""
         return self.tick > tick or not self.desk.ledger.workers
-
-    def usable(self, request: m.GenerateRequest) -> list[WorkerAccount]:
-        """Workers that serve the model and take new work."""
-        known = self._usable.get(request.model)
-        if known is None:
-            serving = self.desk.ledger.serving(request.model)
-            known = self._usable[request.model] = [a for a in serving if not a.snapshot.draining]
-        return known
 
     # --- interactive ----------------------------------------------------------------------------
 
@@ -89,8 +86,8 @@ class Pricing:
         best: tuple[m.Candidate, int] | None = None
         best_p: tuple[m.Candidate, int] | None = None
         score, score_p = math.inf, math.inf
-        candidates = self._candidates(flight)
-        changed = [a for a in candidates if a.version > since] if since >= 0 else candidates
+        candidates = self.eligible.whole(flight)
+        changed = self._changed(candidates, since)
         if not changed:
             return None, None
         if own_s is None:
@@ -108,55 +105,39 @@ class Pricing:
                 best, score = found, cost
         return best, best_p
 
-    def _candidates(self, flight: Flight) -> list[WorkerAccount]:
-        request = flight.request
-        if request.forced_plan is m.PlanKind.DISAGGREGATED:
-            return []
-        plain = not (flight.failed_workers or flight.handoff_failed or request.unsplittable)
-        if plain and request.forced_plan is None and request.forced_worker is None:
-            known = self._whole.get(request.model)
-            if known is None:
-                known = self._whole[request.model] = self._open(flight)
-            return known
-        return self._open(flight)
+    def _changed(self, candidates: list[WorkerAccount], since: int) -> list[WorkerAccount]:
+        """Those that have changed after tick `since`; heads tried together ask the same."""
+        if since < 0:
+            return candidates
+        key = (since, self.tick)
+        if key != self._changed_key or candidates is not self._changed_of:
+            self._changed_key, self._changed_of = key, candidates
+            self._changed_since = [a for a in candidates if a.version > since]
+        return self._changed_since
 
-    def _open(self, flight: Flight) -> list[WorkerAccount]:
-        """Workers that may run it whole and have not all the requests they take."""
-        wanted = flight.request.forced_worker
-        return [
-            a
-            for a in self._whole_allowed(flight)
-            if wanted in (None, a.worker_id) and a.in_flight < a.snapshot.max_running
-        ]
-
-    def _alive(self, flight: Flight) -> list[WorkerAccount]:
-        """Usable workers that have not failed this request, or all where none is left."""
-        usable = list(self.usable(flight.request))
-        return [a for a in usable if a.worker_id not in flight.failed_workers] or usable
-
-    def _whole_allowed(self, flight: Flight) -> list[WorkerAccount]:
-        """Workers that may run a request whole: those meant to, else decode workers, else any.
-
-        A worker whose role was declared does not run whole what a pair can split.
-        """
-        request = flight.request
-        accounts = self._alive(flight)
-        mixed = [a for a in accounts if a.snapshot.role in _MIXED or a.snapshot.soft_role]
-        splittable = not request.unsplittable and not flight.handoff_failed
-        forced = request.forced_plan is m.PlanKind.AGGREGATED
-        if mixed or (splittable and not forced and any_pair(a.snapshot for a in accounts)):
-            return mixed
-        return [a for a in accounts if a.snapshot.role is m.Role.DECODE] or accounts
+    def with_batch(self, request: m.GenerateRequest) -> list[WorkerAccount]:
+        """Usable workers that hold batch work which could be taken back."""
+        key = (request.model, self.tick)
+        if key != self._batch_key:
+            self._batch_key = key
+            usable = self.eligible.usable(request)
+            self._with_batch = [a for a in usable if a.batch_pending or a.batch_kv_tokens]
+        return self._with_batch
 
     def _local(
         self, flight: Flight, account: WorkerAccount, deadline_s: float, own_s: float
     ) -> tuple[m.Candidate, int] | None:
         request, model = flight.request, account.model
-        if self._guards.why_decode_breaks(
-            account, request, batch=False, floor_s=own_s, now_s=self.now_s
-        ):
-            return None
         fresh = self.desk.uncached(account, request)
+        if self._refusals.cover(account, fresh, request.prompt_tokens):
+            return None
+        why_not = self._guards.why_decode_breaks(
+            account, request, batch=False, floor_s=own_s, now_s=self.now_s
+        )
+        if why_not:
+            if why_not != OWN_STEP:
+                self._refusals.note(account, fresh, request.prompt_tokens)
+            return None
         fresh_area = area(fresh, request.prompt_tokens - fresh)
         ttft_s = model.prefill_s(
             account.pending_prefill_tokens + fresh,
@@ -171,6 +152,7 @@ class Pricing:
         if self._guards.why_prefill_breaks(
             account, fresh, fresh_area, request.prompt_tokens, self.now_s
         ):
+            self._refusals.note(account, fresh, request.prompt_tokens)
             return None
         worker = account.worker_id
         return m.Candidate(m.PlanKind.AGGREGATED, worker, worker, ttft_s, step_s), fresh
@@ -188,9 +170,9 @@ class Pricing:
         if request.forced_plan is m.PlanKind.AGGREGATED:
             return None
         best: m.Candidate | None = None
-        if not self._connected(request.model):
+        if not self.eligible.moves_kv(request.model):
             return None
-        accounts = [a for a in self._alive(flight) if a.snapshot.connector]
+        accounts = [a for a in self.eligible.alive(flight) if a.snapshot.connector]
         if len(accounts) < 2 or all(a.version <= since for a in accounts):
             return None
         decodes = [a for a in accounts if a.snapshot.role is not m.Role.PREFILL]
@@ -209,13 +191,6 @@ class Pricing:
                     best = found
         return best
 
-    def _connected(self, model: str) -> bool:
-        known = self._movers.get(model)
-        if known is None:
-            serving = self.desk.ledger.serving(model)
-            known = self._movers[model] = sum(bool(a.snapshot.connector) for a in serving) > 1
-        return known
-
     def _why_not_decode(self, account: WorkerAccount, flight: Flight, floor_s: float) -> str:
         if account.in_flight >= account.snapshot.max_running:
             return "full"
@@ -225,7 +200,7 @@ class Pricing:
 
     def own_step_s(self, flight: Flight, deadline_s: float) -> float:
         """The step a request asks for of those that could run it whole."""
-        return self._own_step_s(flight.request, self._candidates(flight), deadline_s)
+        return self._own_step_s(flight.request, self.eligible.whole(flight), deadline_s)
 
     @staticmethod
     def _own_step_s(
@@ -251,7 +226,7 @@ class Pricing:
             return None
         if request.forced_worker not in (None, prefill.worker_id, decode.worker_id):
             return None
-        if why_not_pair(prefill.snapshot, decode.snapshot):
+        if self.desk.ledger.pairs.why_not(prefill.snapshot, decode.snapshot):
             return None
         measured = self.desk.links.measured(prefill.worker_id, decode.worker_id)
         if not measured and not self._must_probe(prefill, decode, request):
@@ -295,7 +270,7 @@ class Pricing:
         request = flight.request
         best: WorkerAccount | None = None
         best_cost = (True, math.inf)
-        for account in self._candidates(flight):
+        for account in self.eligible.whole(flight):
             if account.batch_pending or self._why_not_batch(account, request):
                 continue
             cost = (
@@ -350,7 +325,7 @@ class Pricing:
         """TTFT on the best worker if it were idle; infinite when there is none."""
         request = flight.request
         best_s = math.inf
-        for account in self.usable(request):
+        for account in self.eligible.usable(request):
             fresh = self.desk.uncached(account, request)
             alone_s = account.model.prefill_s(
                 fresh, area(fresh, request.prompt_tokens - fresh), 0, 0
@@ -361,7 +336,7 @@ class Pricing:
     def refuse_hopeless(self, flight: Flight, ahead: int) -> None:
         """429 with the predicted wait."""
         request = flight.request
-        accounts = list(self.usable(request))
+        accounts = list(self.eligible.usable(request))
         wait_s = min(self._table.prefill_s(account, request) for account in accounts)
         wait_s += ahead * self.best_idle_s(flight) / len(accounts)
         retry_s = retry_after_s(request.request_id, wait_s)
@@ -373,22 +348,24 @@ class Pricing:
         """End a request that no worker can serve at all, or that waited too long."""
         request = flight.request
         overdue = self.now_s >= flight.arrived_s + self.desk.limits.max_wait_s
-        usable = bool(self.usable(request))
-        free = request.forced_plan is None and request.forced_worker is None
+        usable = bool(self.eligible.usable(request))
+        free = not (request.forced_plan or request.unsplittable) and request.forced_worker is None
         if usable and ((free and not overdue) or (flight.batch and overdue)):
             return False  # batch waits as long as it has to
         candidates = self._table.candidates(flight.request, flight.failed_workers)
         return decline_if_hopeless(flight, self.desk, m.Choice(candidates), self.now_s)
 
     def explain(self, flight: Flight, plan: m.Candidate) -> m.Choice:
-        """Return every candidate with its price and the guard that refused it."""
+        """Return the candidates with their prices and the reasons against them."""
         request = flight.request
+        fleet = len(self.eligible.usable(request))
         shown = [
             c
             for c in self._table.candidates(
                 request,
                 flight.failed_workers,
-                whole_only=plan.plan is m.PlanKind.AGGREGATED and len(self.usable(request)) > _FEW,
+                whole_only=plan.plan is m.PlanKind.AGGREGATED and fleet > _FEW,
+                nearest=_SHOWN,
             )
             if (c.plan, c.prefill_worker, c.decode_worker)
             != (plan.plan, plan.prefill_worker, plan.decode_worker)

@@ -75,8 +75,14 @@ class Slack:
         self._relegated.take(flight)
         self._batch.take(flight)
 
+    def ended(self, flight: Flight, prompt_tokens: int, output_tokens: int) -> None:
+        """A request is over: its tenant is charged what it used."""
+        self._fairness.settle(flight, prompt_tokens, output_tokens)
+
     def pump(self, desk: Desk, now_s: float) -> None:
         """Release what can be released."""
+        if not desk.waiting:
+            return
         pricing = self._pricing
         if pricing is None or pricing.desk is not desk:
             guards = Guards(desk.lengths, self.settings.guards)
@@ -94,18 +100,23 @@ class Slack:
     # --- interactive ----------------------------------------------------------------------------
 
     def _release_interactive(self, pricing: Pricing) -> bool:
-        """One pass over the first heads; True when it started or moved something."""
-        now_s = pricing.now_s
-        heads = self._fairness.order(self._interactive, now_s, self.settings.scan_heads)
-        for head in heads:
-            changed = pricing.changed_since(head.seen)
-            if changed and self._try(head, pricing):
-                return True
-            if head.idle_s + now_s > head.deadline_s:
+        """One pass over the first heads; True when it started or moved something.
+
+        A start only makes a worker busier, so heads that were refused before it in this pass stay
+        refused. Work that was taken back frees one, and among several tenants the turn changes:
+        then the pass begins anew.
+        """
+        now_s, moved = pricing.now_s, False
+        for head in self._fairness.order(self._interactive, now_s, self.settings.scan_heads):
+            if pricing.changed_since(head.seen) and self._try(head, pricing):
+                moved = True
+                if head.flight.waiting or self._fairness.several:
+                    return True
+            elif head.idle_s + now_s > head.deadline_s:
                 self._interactive.remove(head)
                 self._give_up(head.flight, pricing)
-                return True
-        return False
+                moved = True
+        return moved
 
     def _try(self, head: _Head, pricing: Pricing) -> bool:
         """Try a head on what has changed since it was tried last; True when something moved.
@@ -115,9 +126,9 @@ class Slack:
         """
         flight = head.flight
         fleet = len(pricing.desk.ledger.workers)
-        if head.fleet != fleet:
+        renewed = head.fleet != fleet
+        if renewed:
             head.fleet = fleet
-            head.idle_s = pricing.best_idle_s(flight)
             head.own_s = pricing.own_step_s(flight, head.deadline_s)
         plan = pricing.choose(flight, head.deadline_s, head.seen, head.own_s)
         if plan is not None:
@@ -127,6 +138,8 @@ class Slack:
         if pricing.decline_if_unservable(flight):
             self._interactive.remove(head)
             return True
+        if renewed:
+            head.idle_s = pricing.best_idle_s(flight)
         if self.settings.recall_batch and self._recall_batch(flight, pricing):
             return True
         head.seen = pricing.tick
@@ -143,9 +156,7 @@ class Slack:
 
     def _recall_batch(self, flight: Flight, pricing: Pricing) -> bool:
         """Where batch work alone is in the way, take its newest item back."""
-        for account in pricing.usable(flight.request):
-            if not account.batch_pending and not account.batch_kv_tokens:
-                continue
+        for account in pricing.with_batch(flight.request):
             victim = self._newest_batch(account, pricing.desk)
             if victim is None or not pricing.batch_is_in_the_way(account, flight):
                 continue
@@ -195,8 +206,6 @@ class Slack:
 
     def _set_timer(self, desk: Desk, now_s: float) -> None:
         """Wake when the first waiting request would become hopeless, or overdue."""
-        if not desk.waiting:
-            return
         due_s = self._relegated.oldest_s() + desk.limits.max_wait_s
         if self._interactive:
             due_s = min(due_s, self._interactive[0].deadline_s)

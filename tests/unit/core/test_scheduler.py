@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from splitserve import eventlog
@@ -261,3 +263,16 @@ def test_events_survive_the_log() -> None:
     )
     for event in (m.RequestArrived(request), m.WorkerReported(PREFILL), m.TimerFired()):
         assert eventlog.decode(eventlog.encode(0.1 + 0.2, event)) == (0.1 + 0.2, event)
+
+
+def test_what_a_workers_cache_has_lost_is_not_counted_on() -> None:
+    scheduler = fleet(WHOLE)
+    arrive(scheduler, block_hashes=(1, 2, 3), prompt_tokens=1600)
+    prefix = scheduler._desk.prefix
+    assert prefix.match("a", (1, 2, 3)) == 3
+    for removed_tokens, left in ((500, 3), (600, 2), (1000, 2), (1100, 1)):
+        report = replace(WHOLE, cache_removed_tokens=removed_tokens)
+        scheduler.step(m.WorkerReported(report), 2.0)
+        assert prefix.match("a", (1, 2, 3)) == left
+    scheduler.step(m.WorkerReported(replace(WHOLE, cache_cleared=1)), 3.0)
+    assert prefix.match("a", (1, 2, 3)) == 0

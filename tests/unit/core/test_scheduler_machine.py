@@ -65,7 +65,9 @@ class Fleet(RuleBasedStateMachine):
         match command:
             case m.StartAggregated(request_id, attempt, worker_id):
                 self.order(request_id, attempt, m.Leg.AGGREGATED, worker_id)
-            case m.StartPrefill(request_id, attempt, worker_id):
+            case m.StartPrefill(request_id, attempt, worker_id, decode):
+                quarantined = self.scheduler.ledger.pairs.quarantined
+                assert (worker_id, decode) not in quarantined
                 self.order(request_id, attempt, m.Leg.PREFILL, worker_id)
             case m.StartDecode(request_id, attempt, worker_id, handoff):
                 assert not self.released[handoff.handoff_id], "decode of a released hand-off"
@@ -112,6 +114,15 @@ class Fleet(RuleBasedStateMachine):
         self.max_running.pop(f"w{number}", None)
         for key in [key for key, worker in self.legs.items() if worker == f"w{number}"]:
             del self.legs[key]
+
+    @rule(
+        pair=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+        reason=st.sampled_from(["", "odd text", "computed again"]),
+        seconds=st.sampled_from([0.05, 6.0]),
+    )
+    def judge_pair(self, pair: tuple[int, int], reason: str, seconds: float) -> None:
+        prefill, decode = (f"w{number}" for number in pair)
+        self.send(m.PairJudged(prefill, decode, reason, self.now_s + seconds))
 
     @rule(
         tokens=st.integers(1, 900),

@@ -31,7 +31,7 @@ Ask = Callable[..., m.GenerateRequest]
 
 BATCH = m.Slo(deadline_s=86_400.0)
 CHAT = m.Slo(ttft_s=1.0, tpot_s=0.05)
-OURS = {"slack", "pricing", "immediate", "catalog", "shortlist"}
+OURS = {"slack", "pricing", "eligible", "refusals", "immediate", "catalog", "shortlist"}
 
 
 def test_no_baseline_is_longer_than_forty_lines() -> None:

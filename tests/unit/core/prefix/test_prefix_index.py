@@ -83,3 +83,15 @@ def test_it_is_an_lru_of_blocks(limit: int, prompts: list[tuple[int, int]]) -> N
         plain = [*(b for b in plain if b not in blocks), *reversed(blocks)][-limit:]
         everything = [100 * f + depth for f in range(4) for depth in range(8)]
         assert held(index, "w", everything) == set(plain)
+
+
+def test_blocks_that_a_worker_let_go_are_the_oldest() -> None:
+    index = PrefixIndex()
+    index.add("w", (1, 2, 3))
+    index.add("w", (11, 12))
+    index.remove_oldest("w", 2)
+    assert index.match("w", (1, 2, 3)) == 1
+    assert index.match("w", (11, 12)) == 2
+    index.remove_oldest("w", 99)
+    assert index.match("w", (11, 12)) == 0
+    index.remove_oldest("never seen", 1)
