@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from benchmarks.cluster import cluster
-from benchmarks.errors import LoadFailed
+from benchmarks.open_loop import PATH, Arrival, client, play
 from benchmarks.result import envelope
 
 SCHEMA = "splitserve.bench.live-flood/1"
@@ -64,14 +64,13 @@ def _one(policy: str, flood: Flood) -> dict[str, Any]:
 
 
 async def _phases(base: str, flood: Flood) -> dict[str, Any]:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=base, timeout=900, limits=limits) as client:
+    async with client(base) as http:
         draw = random.Random(flood.seed)
-        await _interactive(client, flood, draw, count=6)  # warm the workers and the models
-        alone = await _interactive(client, flood, draw, count=flood.interactive)
+        await _interactive(http, flood, draw, count=6)  # warm the workers and the models
+        alone = await _interactive(http, flood, draw, count=flood.interactive)
         started_s = time.perf_counter()
-        batch = [asyncio.create_task(_batch(client, flood, draw)) for _ in range(flood.batch_jobs)]
-        beside = await _interactive(client, flood, draw, count=flood.interactive)
+        batch = [asyncio.create_task(_batch(http, flood, draw)) for _ in range(flood.batch_jobs)]
+        beside = await _interactive(http, flood, draw, count=flood.interactive)
         ends = await asyncio.gather(*batch)
     before, during = _figures(alone), _figures(beside)
     return {
@@ -85,34 +84,21 @@ async def _phases(base: str, flood: Flood) -> dict[str, Any]:
 
 
 async def _interactive(
-    client: httpx.AsyncClient, flood: Flood, draw: random.Random, *, count: int
+    http: httpx.AsyncClient, flood: Flood, draw: random.Random, *, count: int
 ) -> list[float]:
     """Send on schedule, whatever the answers do; the clock starts at the scheduled time."""
-    loop = asyncio.get_running_loop()
-    begin_s = loop.time() + 0.2
-    prompts = [_prompt(draw, flood.prompt_tokens) for _ in range(count)]
-
-    async def one(number: int) -> float:
-        due_s = begin_s + number * flood.every_s
-        await asyncio.sleep(max(0.0, due_s - loop.time()))
-        body = _body(prompts[number], flood.output_tokens)
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                raise LoadFailed(f"interactive request: HTTP {response.status_code}")
-            first_s = 0.0
-            async for line in response.aiter_lines():
-                if not first_s and line.startswith("data: {"):
-                    first_s = loop.time() - due_s
-            return first_s
-
-    return list(await asyncio.gather(*(one(number) for number in range(count))))
+    arrivals = [
+        Arrival(
+            number * flood.every_s, _body(_prompt(draw, flood.prompt_tokens), flood.output_tokens)
+        )
+        for number in range(count)
+    ]
+    return [answer.ttft_s for answer in await play(http, arrivals)]
 
 
-async def _batch(client: httpx.AsyncClient, flood: Flood, draw: random.Random) -> bool:
+async def _batch(http: httpx.AsyncClient, flood: Flood, draw: random.Random) -> bool:
     body = _body(_prompt(draw, flood.batch_prompt_tokens), flood.batch_output_tokens)
-    response = await client.post(
-        "/v1/completions", json={**body, "stream": False}, headers={"x-slo-class": "batch"}
-    )
+    response = await http.post(PATH, json=body, headers={"x-slo-class": "batch"})
     if response.status_code != 200:
         return False
     return bool(response.json()["usage"]["completion_tokens"] == flood.batch_output_tokens)
@@ -129,7 +115,6 @@ def _body(prompt: list[int], tokens: int) -> dict[str, Any]:
         "max_tokens": tokens,
         "temperature": 0,
         "ignore_eos": True,
-        "stream": True,
     }
 
 

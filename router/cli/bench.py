@@ -46,6 +46,12 @@ def live_flood(as_json: Json = False, out: Out = None) -> None:
     _measure("live-flood", "benchmarks.live_flood", as_json, out)
 
 
+@bench.command("live-fidelity")
+def live_fidelity(as_json: Json = False, out: Out = None) -> None:
+    """The simulator against native workers on this machine, on the same trace."""
+    _measure("live-fidelity", "benchmarks.live_fidelity", as_json, out)
+
+
 def _measure(name: str, module: str, as_json: bool, out: Path | None) -> None:
     import contextlib
     import importlib
