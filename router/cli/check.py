@@ -16,9 +16,15 @@ def check(
 ) -> None:
     """Validate a configuration file."""
     from router.cli.console import counted
+    from router.cli.errors import WrongUsage
+    from router.cli.local_workers import require_startable
     from router.settings import dump, load
 
     settings = load(config)
+    try:
+        require_startable(settings)
+    except WrongUsage as error:
+        raise WrongUsage(f"{config}: {error}") from error
     if print_config:
         print(dump(settings), end="")
         return

@@ -9,10 +9,12 @@ import typer
 
 from router.cli.bench import bench
 from router.cli.check import check
+from router.cli.courier import courier
 from router.cli.demo import demo
 from router.cli.errors import CliError, WrongUsage
 from router.cli.explain import explain
 from router.cli.models import models
+from router.cli.probe import probe
 from router.cli.route import route
 from router.cli.simulate import simulate
 from router.cli.up import up
@@ -41,7 +43,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for command in (up, route, worker, demo, check, explain, simulate, version):
+    for command in (up, route, worker, courier, probe, demo, check, explain, simulate, version):
         app.command()(command)
     app.add_typer(models, name="models")
     app.add_typer(bench, name="bench")

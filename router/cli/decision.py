@@ -46,8 +46,9 @@ def outcome_table(console: Console, record: Record) -> Table:
 
 
 def _moved(actual: Record) -> str:
-    moved_bytes = actual.get("transfer_bytes")
-    return f", {moved_bytes / 1e6:.2f} MB" if moved_bytes else ""
+    moved_bytes, again = actual.get("transfer_bytes"), actual.get("recomputed_tokens")
+    moved = f", {moved_bytes / 1e6:.2f} MB" if moved_bytes else ""
+    return f"{moved}, computed again: {again} tokens" if again else moved
 
 
 def candidates_table(console: Console, record: Record) -> Table:

@@ -22,7 +22,7 @@ def demo(
     model: Model = DEFAULT_MODEL,
     question: Annotated[str, typer.Option(help="What to ask.")] = _QUESTION,
     threads_per_worker: Threads = 0,
-    ready_s: ReadySeconds = 300.0,
+    ready_s: ReadySeconds = None,
 ) -> int:
     """Start a prefill worker, a decode worker and a router, ask one question, stop everything."""
     from router.cli.local_workers import NativeWish, native_plan
@@ -36,14 +36,14 @@ def demo(
     counts = {"prefill": 1, "decode": 1, "aggregated": 0}
     wish = NativeWish(model, counts, threads_per_worker)
     settings = router_settings(None, port=free_ports(["127.0.0.1"])[0])
-    plan = native_plan(settings, wish)
+    plan = native_plan(settings, wish).allowing(ready_s)
 
     def work(stack: Stack) -> None:
         show_workers(stack)
         _ask(stack, wish.served_name, question)
         answered.set()
 
-    status = run_stack(plan, work, ready_s=ready_s)
+    status = run_stack(plan, work)
     if not answered.is_set():
         raise CommandFailed("the demo ended before its question was answered; run it again")
     return status

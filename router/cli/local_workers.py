@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,8 @@ from router.cli.models import resolve_model
 if TYPE_CHECKING:
     from router.settings import RouterSettings, WorkerSpec
     from workers.launch import LaunchSpec
+
+_LONGEST_SHOWN = 80  # characters of a command
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class LocalPlan:
 
         def known(worker: WorkerSpec) -> dict[str, object]:
             shown = worker.model_dump(exclude_none=True)
+            shown.pop("start_timeout_s", None)
             if shown.pop("start", None) is not None:
                 launch, shown["url"] = next(addresses)
                 shown["name"] = launch.name
@@ -48,6 +51,13 @@ class LocalPlan:
         }
         data["workers"] = [known(worker) for worker in self.settings.workers]
         return build(data)
+
+    def allowing(self, ready_s: float | None) -> LocalPlan:
+        """Return a plan in which every worker may take `ready_s` to start; None changes nothing."""
+        if ready_s is None:
+            return self
+        launches = tuple(replace(each, start_timeout_s=ready_s) for each in self.launches)
+        return replace(self, launches=launches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +132,12 @@ def native_plan(settings: RouterSettings, wish: NativeWish) -> LocalPlan:
 
 
 def file_plan(settings: RouterSettings) -> LocalPlan:
-    """Plan the workers that a file says how to start."""
+    """Plan the workers that a file says how to start. Raises WrongUsage."""
     from workers.launch import LaunchSpec
     from workers.launch.guard import guarded
+    from workers.launch.local_process import START_TIMEOUT_S
 
+    require_startable(settings)
     launches = []
     taken = {worker.name for worker in settings.worker_specs}
     for worker in settings.worker_specs:
@@ -133,5 +145,20 @@ def file_plan(settings: RouterSettings) -> LocalPlan:
             free = (f"{worker.role}-{number}" for number in range(1, len(taken) + 99))
             name = worker.name or next(each for each in free if each not in taken)
             taken.add(name)
-            launches.append(LaunchSpec(name, guarded(worker.start, os.getpid()), worker.role.value))
+            launch = LaunchSpec(name, guarded(worker.start, os.getpid()), worker.role.value)
+            allowed_s = worker.start_timeout_s or START_TIMEOUT_S
+            launches.append(replace(launch, start_timeout_s=allowed_s))
     return LocalPlan(settings, tuple(launches))
+
+
+def require_startable(settings: RouterSettings) -> None:
+    """Raise WrongUsage when a worker's command cannot be started on this machine."""
+    from workers.launch.command import why_not_start
+
+    for worker in settings.worker_specs:
+        why_not = why_not_start(worker.start) if worker.start is not None else ""
+        if why_not:
+            start = worker.start or ""
+            shown = start if len(start) <= _LONGEST_SHOWN else f"{start[:_LONGEST_SHOWN]}..."
+            named = f"worker {worker.name}: " if worker.name else ""
+            raise WrongUsage(f"{named}start {shown!r}: {why_not}")

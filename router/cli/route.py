@@ -30,13 +30,18 @@ def route(
     host: Host = None,
     port: Port = None,
 ) -> int:
-    """Run the router alone, in front of running backends."""
+    """Run the router in front of running backends, and of those the file says how to start."""
     from router.cli.console import counted, stderr_console
+    from router.cli.local_workers import file_plan
     from router.cli.serving import require_port, serve_router
+    from router.cli.stack import run_stack
+    from router.cli.up import stay_up
 
     settings = router_settings(config, host, port)
     roles = {"aggregated": worker, "prefill": prefill, "decode": decode}
     settings = with_backends(settings, roles)
+    if any(spec.start is not None for spec in settings.worker_specs):
+        return run_stack(file_plan(settings), stay_up)
     require_port(settings)
     backends = counted(len(settings.worker_specs), "worker")
     stderr_console().print(f"router on {settings.listen.url} in front of {backends}")
@@ -49,12 +54,6 @@ def with_backends(settings: RouterSettings, roles: dict[str, Urls]) -> RouterSet
     from router.origin import parse_origin
     from router.settings import build
 
-    for spec in settings.worker_specs:
-        if spec.start is not None:
-            raise WrongUsage(
-                f"route starts no workers, and the file has start: {spec.start!r}; "
-                "run it with splitserve up -c, or give its url"
-            )
     named = [{"url": url, "role": role} for role, urls in roles.items() for url in urls]
     for each in named:
         try:

@@ -29,13 +29,22 @@ def require_port(settings: RouterSettings) -> None:
 
 
 def interrupt_on_signals() -> None:
-    """Make SIGTERM and SIGINT a KeyboardInterrupt, so that both unwind through every cleanup."""
+    """Make SIGTERM and SIGINT a KeyboardInterrupt, so that both unwind through every cleanup.
+
+    A hang-up of the terminal is a SIGTERM, unless somebody has said otherwise (as nohup does).
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, _hang_up)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+def _hang_up(number: int, frame: FrameType | None) -> None:
+    signal.raise_signal(signal.SIGTERM)
 
 
 def serve_router(settings: RouterSettings) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from router.cli.console import counted, stderr_console
+from router.cli.engine_names import with_engine_names
 from router.cli.errors import CommandFailed
 from router.cli.serving import interrupt_on_signals, require_port, serve_router
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from workers.launch import Fleet, LocalProcess
 
 _ROUTER_READY_S = 60.0
+_ELSEWHERE_S = 5.0
 _POLL_S = 0.1
 _LOG_FOLDERS_KEPT = 20
 
@@ -42,25 +44,16 @@ class Stack:
         """Where clients reach it."""
         return self.settings.listen.url
 
-    def report_deaths(self) -> None:
-        """Tell on stderr of each local worker that has ended since the last call."""
-        from workers.launch.errors import ending
-
-        for process in self.fleet.newly_ended():
-            code = process.exit_code()
-            assert code is not None
-            stderr_console().print(
-                f"worker {process.spec.name} {ending(code)}: "
-                f"{process.last_line() or 'it said nothing'}; the router goes on without it; "
-                f"its log is {process.log_path}",
-                markup=False,
-            )
+    def supervise(self) -> None:
+        """Start local workers again that have ended, and tell of it on stderr."""
+        for line in self.fleet.supervise():
+            stderr_console().print(line, markup=False)
 
 
 Work = Callable[[Stack], None]
 
 
-def run_stack(plan: LocalPlan, work: Work, *, ready_s: float) -> int:
+def run_stack(plan: LocalPlan, work: Work) -> int:
     """Start everything, run `work` in a thread once it is ready, and end with it or a signal.
 
     The router serves in this process. Nothing is left behind, however this ends. Returns the
@@ -73,15 +66,19 @@ def run_stack(plan: LocalPlan, work: Work, *, ready_s: float) -> int:
     require_port(plan.settings)
     interrupt_on_signals()
     try:
-        with Fleet(plan.launches, log_folder(), ready_s=ready_s) as fleet:
+        with Fleet(plan.launches, log_folder()) as fleet:
             _wait_workers(fleet)
             settings = plan.with_addresses([process.url for process in fleet.processes])
+            started = [process.spec.name for process in fleet.processes]
+            settings = with_engine_names(settings, started, os.environ, stderr_console().print)
             return _serve_beside(Stack(settings, fleet, threading.Event()), work)
     except LaunchError as error:
         raise CommandFailed(str(error)) from error
 
 
 def _wait_workers(fleet: Fleet) -> None:
+    if not fleet.processes:
+        return
     console = stderr_console()
     label = f"starting {counted(len(fleet.processes), 'worker')}"
     status = console.status(label) if console.is_terminal else contextlib.nullcontext()
@@ -123,11 +120,15 @@ def _serve_beside(stack: Stack, work: Work) -> int:
 
 
 def _wait_router(stack: Stack) -> bool:
-    """Wait until the router is ready; False when everything ends before."""
-    deadline_s = time.monotonic() + _ROUTER_READY_S
+    """Wait until the router is ready; False when everything ends before.
+
+    Workers that run elsewhere may come later: the router serves without them.
+    """
+    elsewhere = len(stack.settings.worker_specs) > len(stack.fleet.processes)
+    deadline_s = time.monotonic() + (_ELSEWHERE_S if elsewhere else _ROUTER_READY_S)
     answer = "no answer"
     while not stack.ending.wait(_POLL_S):
-        stack.report_deaths()
+        stack.supervise()
         connection = http.client.HTTPConnection(*_address(stack.settings), timeout=_ROUTER_READY_S)
         with (
             contextlib.suppress(OSError, http.client.HTTPException),
@@ -139,6 +140,9 @@ def _wait_router(stack: Stack) -> bool:
             if response.status == 200:
                 return True
         if time.monotonic() > deadline_s:
+            if elsewhere:
+                stderr_console().print(f"not every worker answers yet: {answer}", markup=False)
+                return True
             raise CommandFailed(
                 f"the router did not get ready within {_ROUTER_READY_S:g} s: {answer}; "
                 "read the workers' logs"
@@ -156,17 +160,32 @@ def _address(settings: RouterSettings) -> tuple[str, int]:
 
 
 def log_folder() -> Path:
-    """Make a folder for the logs of one run, under $SPLITSERVE_HOME or the user's cache."""
+    """Make a folder for the logs of one run, under $SPLITSERVE_HOME or the user's state folder."""
     home = os.environ.get("SPLITSERVE_HOME")
-    logs = (Path(home) if home else Path.home() / ".cache" / "splitserve") / "logs"
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    logs = (Path(home) if home else Path(state) / "splitserve") / "logs"
+    prefix = time.strftime("%Y%m%d-%H%M%S-")
     try:
         logs.mkdir(parents=True, exist_ok=True)
-        for old in _oldest_first(logs)[:-_LOG_FOLDERS_KEPT]:
+        for old in _of_ended_runs(logs)[:-_LOG_FOLDERS_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
-        return Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=logs))
+        return Path(tempfile.mkdtemp(f"-{os.getpid()}", prefix, logs))
     except OSError:
         return Path(tempfile.mkdtemp(prefix="splitserve-logs-"))
 
 
-def _oldest_first(logs: Path) -> list[Path]:
-    return sorted(path for path in logs.iterdir() if path.is_dir())
+def _of_ended_runs(logs: Path) -> list[Path]:
+    """Return the folders of runs whose process is gone, oldest first."""
+    return sorted(
+        path for path in logs.iterdir() if path.is_dir() and not _runs(path.name.rpartition("-")[2])
+    )
+
+
+def _runs(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:
+        return True
+    except (ValueError, OverflowError, ProcessLookupError):
+        return False
+    return True

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from router.cli.stack import Stack
     from router.settings import RouterSettings
 
-_DEATH_POLL_S = 0.5
+_LOOK_S = 0.5
 DEFAULT_MODEL = "smollm2-135m"
 
 Model = Annotated[str, typer.Option(help="A short name, a hub id, a folder or a GGUF file.")]
@@ -23,7 +23,13 @@ Threads = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 ReadySeconds = Annotated[
-    float, typer.Option("--ready-s", min=1, help="Seconds that workers may take to start.")
+    float | None,
+    typer.Option(
+        "--ready-s",
+        min=1,
+        help="Seconds that workers may take to start.",
+        show_default="600, or start_timeout_s",
+    ),
 ]
 
 
@@ -39,7 +45,7 @@ def up(
     port: Port = None,
     threads_per_worker: Threads = 0,
     device: Device = "cpu",
-    ready_s: ReadySeconds = 300.0,
+    ready_s: ReadySeconds = None,
 ) -> int:
     """Run everything on this machine: workers and router. Ctrl-C drains and ends it."""
     from router.cli.local_workers import NativeWish, file_plan, native_plan
@@ -57,7 +63,7 @@ def up(
         wish.check()
         require_port(settings)  # before minutes of work for nothing
         plan = native_plan(settings, wish)
-    return run_stack(plan, stay_up, ready_s=ready_s)
+    return run_stack(plan.allowing(ready_s), stay_up)
 
 
 def _refuse_native_options(context: typer.Context, settings: RouterSettings) -> None:
@@ -74,10 +80,10 @@ def _refuse_native_options(context: typer.Context, settings: RouterSettings) -> 
 
 
 def stay_up(stack: Stack) -> None:
-    """Show what runs, then tell of workers that end, until everything does."""
+    """Show what runs, then keep it running until everything ends."""
     show_workers(stack)
-    while not stack.ending.wait(_DEATH_POLL_S):
-        stack.report_deaths()
+    while not stack.ending.wait(_LOOK_S):
+        stack.supervise()
 
 
 def show_workers(stack: Stack) -> None:
@@ -86,7 +92,7 @@ def show_workers(stack: Stack) -> None:
 
     local = {process.spec.name: process for process in stack.fleet.processes}
     console = stdout_console()
-    rows = table(console, "worker", "role", "model", "address", "pid", right=(4,))
+    rows = table(console, "worker", "role", "model", "address", "pid", "log", right=(4,))
     for spec in stack.settings.worker_specs:
         process = local.get(spec.name or "")
         rows.add_row(
@@ -95,8 +101,7 @@ def show_workers(stack: Stack) -> None:
             spec.model or "found by probing",
             spec.url,
             str(process.pid) if process else "",
+            str(process.log_path) if process else "",
         )
     console.print(rows)
-    if local:
-        console.print(f"logs in {next(iter(local.values())).log_path.parent}", markup=False)
     console.print(f"ready on {stack.url}/v1", markup=False)

@@ -22,7 +22,7 @@ specs = [
     LaunchSpec("guarded", guarded(command + " & wait", os.getpid())),
     LaunchSpec("watching", (sys.executable, str(server), "{port}", str(os.getpid()))),
 ]
-with Fleet(specs, folder, ready_s=30) as fleet:
+with Fleet(specs, folder) as fleet:
     fleet.wait_ready()
     print(*(process.port for process in fleet.processes), flush=True)
     threading.Event().wait()

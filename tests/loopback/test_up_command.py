@@ -118,21 +118,99 @@ def test_up_serves_and_leaves_nothing_behind(
                 assert connection.recv(1) == b""
 
 
-def test_a_worker_that_dies_is_told_and_the_rest_goes_on(two_fakes: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["up", "route"])
+def test_a_worker_that_dies_is_started_again_and_serves(command: str, tmp_path: Path) -> None:
+    config = tmp_path / "splitserve.yaml"
+    config.write_text(f"workers: [{{start: '{FAKE}', name: one}}]\nreport_interval_s: 0.1\n")
     port = free_ports(["127.0.0.1"])[0]
-    with running("up", "-c", str(two_fakes), "--port", str(port), home=tmp_path) as process:
+    url = f"http://127.0.0.1:{port}"
+    with running(command, "-c", str(config), "--port", str(port), home=tmp_path) as process:
         lines = read_until(process.stdout, "ready on ")
-        pid = next(int(line.split()[-1]) for line in lines if line.startswith("one"))
-        os.killpg(pid, signal.SIGKILL)
-        told = read_until(process.stderr, "worker one ")[-1]
-        assert told.startswith("worker one was ended by signal 9: ")
-        assert "the router goes on without it; its log is " in told
+        *_, address, pid, log = next(line.split() for line in lines if line.startswith("one"))
+        os.killpg(int(pid), signal.SIGKILL)
+        died = read_until(process.stderr, "worker one ")[-1]
+        assert died.startswith(f"worker one was ended by signal 9: {address}; it is started again")
+        assert died.endswith(f"its log is {log}")
+        back = read_until(process.stderr, "worker one ")[-1]
+        assert back.startswith("worker one is ready again (pid ")
         body = {"model": "m", "prompt": "hello", "max_tokens": 1}
-        url = f"http://127.0.0.1:{port}/v1/completions"
-        answer = httpx.post(url, json=body, timeout=DEADLINE_S, trust_env=False)
-        assert answer.status_code == 200
+        with httpx.Client(timeout=DEADLINE_S, trust_env=False) as client:
+            while client.get(f"{url}/ready").status_code != 200:
+                pass  # the router asks its workers ten times a second
+            answer = client.post(f"{url}/v1/completions", json=body)
+            assert answer.status_code == 200
+            (worker,) = client.get(f"{url}/admin/workers").json()["workers"]
+        assert (worker["id"], worker["url"]) == ("one", address)
+        assert Path(log).read_text() == f"{address}\n" * 2
         process.send_signal(signal.SIGINT)
         assert process.wait(DEADLINE_S) == 0
+
+
+def test_a_started_engine_may_have_a_name_of_its_own_for_the_model(tmp_path: Path) -> None:
+    config = tmp_path / "splitserve.yaml"
+    config.write_text(
+        f"models: {{llama: {{workers: [{{start: '{FAKE} --model org/Llama', role: auto}}]}}}}"
+    )
+    port = free_ports(["127.0.0.1"])[0]
+    with running("up", "-c", str(config), "--port", str(port), home=tmp_path) as process:
+        read_until(process.stdout, "ready on ")
+        assert read_until(process.stderr, "auto-1 serves ")[-1] == (
+            "auto-1 serves org/Llama as llama"
+        )
+        body = {"model": "llama", "prompt": "hello", "max_tokens": 1}
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        answer = httpx.post(url, json=body, timeout=DEADLINE_S, trust_env=False)
+        assert (answer.status_code, answer.json()["model"]) == (200, "org/Llama")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 0
+
+
+@pytest.mark.parametrize("command", ["up", "route"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_no_worker_outlives_the_router(
+    command: str, number: signal.Signals, two_fakes: Path, tmp_path: Path
+) -> None:
+    port = free_ports(["127.0.0.1"])[0]
+    with running(command, "-c", str(two_fakes), "--port", str(port), home=tmp_path) as process:
+        lines = read_until(process.stdout, "ready on ")
+        urls = [cell for line in lines for cell in line.split() if cell.startswith("http://127")]
+        connections = [
+            socket.create_connection(("127.0.0.1", port_of(url)), timeout=DEADLINE_S)
+            for url in urls[:2]
+        ]
+        process.send_signal(number)
+        assert process.wait(DEADLINE_S) == (0 if number is signal.SIGHUP else -signal.SIGKILL)
+        for connection in connections:
+            with connection:
+                assert connection.recv(1) == b""
+
+
+def test_a_command_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    config = tmp_path / "splitserve.yaml"
+    config.write_text("workers: [{start: 'no-such-engine serve --port {port}', name: one}]")
+    for command in ("check", "up", "route"):
+        done = finished(command, "-c", str(config), home=tmp_path / "home")
+        assert done.returncode == 2
+        where = f"{config}: " if command == "check" else ""
+        assert done.stderr == (
+            f"error: {where}worker one: start 'no-such-engine serve --port {{port}}': command "
+            "'no-such-engine' is not found; install it, or write its full path\n"
+        )
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_worker_that_never_gets_ready_is_one_line(tmp_path: Path) -> None:
+    config = tmp_path / "splitserve.yaml"
+    silent = "echo loading {port}; exec tail -f /dev/null"
+    config.write_text(f"workers: [{{start: '{silent}', name: slow, start_timeout_s: 0.5}}]")
+    port = free_ports(["127.0.0.1"])[0]
+    done = finished("route", "-c", str(config), "--port", str(port), home=tmp_path / "home")
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith(
+        "error: worker slow did not answer /health within 0.5 s, last said: loading "
+    )
+    assert line.endswith("or allow more with start_timeout_s on its entry or --ready-s")
 
 
 def test_a_worker_that_cannot_start_is_one_line(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
-"""One supervised process: its group, its log, its health."""
+"""One process: its group, its log, its health."""
 
 from __future__ import annotations
 
-import http.client
 import os
 import signal
 import subprocess
@@ -10,41 +9,46 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from workers.launch.command import filled
+from workers.launch.descendants import signal_strays
 from workers.launch.errors import CannotStart
+from workers.launch.readiness import answers
+from workers.launch.worker_log import WorkerLog
 
-_PROBE_S = 1.0
-_TAIL_BYTES = 8192
+START_TIMEOUT_S = 600.0  # weights may come from a hub, and kernels may be compiled
 _NO_SIGNAL = 0  # tests whether there is a process to signal
 _PORT_IN_USE = "address already in use"
+_LAST_LINES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """What to start. `{port}` in `command` is replaced by the port chosen for it."""
+    """What to start. `{port}` and `{host}` in `command` are replaced by where it must listen."""
 
     name: str
     command: tuple[str, ...]
     role: str = "auto"
     host: str = "127.0.0.1"
     environment: Mapping[str, str] = field(default_factory=dict)
+    start_timeout_s: float = START_TIMEOUT_S
 
 
 class LocalProcess:
     """A process in a session of its own, so that a signal reaches all it has started."""
 
-    def __init__(self, spec: LaunchSpec, port: int, log_path: Path) -> None:
+    def __init__(self, spec: LaunchSpec, port: int, log: WorkerLog) -> None:
         """Start it. Raises CannotStart."""
         self.spec = spec
         self.port = port
-        self.log_path = log_path
+        self._log = log
         self._gone = False
-        command = [part.replace("{port}", str(port)) for part in spec.command]
+        command = [filled(part, spec.host, port) for part in spec.command]
         try:
-            with log_path.open("wb") as log:
+            with log.begin_run() as output:
                 self._popen = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
-                    stdout=log,
+                    stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.environment},
@@ -63,35 +67,38 @@ class LocalProcess:
         host = f"[{self.spec.host}]" if ":" in self.spec.host else self.spec.host
         return f"http://{host}:{self.port}"
 
+    @property
+    def log_path(self) -> Path:
+        """Where its output goes."""
+        return self._log.path
+
     def exit_code(self) -> int | None:
         """Return its exit code, negative for a signal, or None while it runs."""
         return self._popen.poll()
 
-    def healthy(self) -> bool:
-        """Whether GET /health is answered with 200 now, by a process that still runs."""
-        connection = http.client.HTTPConnection(self.spec.host, self.port, timeout=_PROBE_S)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200 and self.exit_code() is None
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+    def ready(self) -> bool:
+        """Whether it takes requests now, and still runs: another one may have got its port."""
+        return answers(self.spec.host, self.port) and self.exit_code() is None
 
     def last_line(self) -> str:
-        """Return the last line of its log that is not empty."""
-        lines = [line.strip() for line in self._tail().splitlines()]
-        return next((line for line in reversed(lines) if line), "")
+        """Return the last line it wrote that is not empty."""
+        return self._log.last_lines(1)
+
+    def last_lines(self) -> str:
+        """Return the last lines it wrote, in one."""
+        return self._log.last_lines(_LAST_LINES)
 
     def lost_its_port(self) -> bool:
-        """Whether its log says that another process took its port."""
-        return _PORT_IN_USE in self._tail().lower()
+        """Whether it says that another process took its port."""
+        return _PORT_IN_USE in self._log.tail().lower()
 
     def signal_group(self, number: signal.Signals | int) -> None:
-        """Send a signal to it and to everything it started that is still in its group."""
+        """Send a signal to it and to everything it started."""
         if self._gone:
             return
         try:
+            if isinstance(number, signal.Signals):
+                signal_strays(self.pid, number)
             os.killpg(self.pid, number)
         except (ProcessLookupError, PermissionError):  # macOS refuses a group of zombies
             # Its number is free for other processes now and must not be signalled again.
@@ -104,11 +111,8 @@ class LocalProcess:
         self.signal_group(_NO_SIGNAL)
         return not self._gone
 
-    def reap(self) -> None:
-        """Wait for its end, which is certain after SIGKILL."""
-        self._popen.wait()
-
-    def _tail(self) -> str:
-        with self.log_path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return log.read().decode(errors="replace")
+    def kill(self) -> None:
+        """End it and everything it started, now."""
+        self.signal_group(signal.SIGKILL)
+        self._popen.wait()  # certain after SIGKILL
+        self._gone = True

@@ -16,6 +16,7 @@ COMMANDS = (
     "up",
     "route",
     "worker",
+    "probe",
     "demo",
     "check",
     "explain",
@@ -23,7 +24,7 @@ COMMANDS = (
     "models",
     "bench",
 )
-LATER = ("plan", "probe", "top")
+LATER = ("plan", "top")
 GOOD = "models: {m: {workers: [{url: 'http://10.0.0.5:8000', role: prefill}]}}\n"
 
 
@@ -95,6 +96,9 @@ def test_help_imports_nothing_heavy() -> None:
         ("check", "--config"),
         ("check -c none.yaml", "none.yaml: there is no such file"),
         ("route", "route has no backend; give --worker URL"),
+        ("probe", "Missing argument 'URL...'"),
+        ("probe ftp://x", "ftp://x: url: scheme 'ftp' is not http or https"),
+        ("probe a --key-env NO_SUCH_KEY", "environment variable NO_SUCH_KEY is not set"),
         ("route --worker ftp://x", "worker URL 'ftp://x': scheme 'ftp' is not http or https"),
         ("route --prefill http://a --decode http://a", "is there twice"),
         ("worker --role ffn", "--role: 'ffn' cannot be used; not in this version"),
@@ -136,10 +140,24 @@ def test_check_prints_what_it_can_read_back(
     assert capsys.readouterr().out == printed
 
 
-def test_route_starts_nothing(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config.write_text("workers: [{start: 'vllm serve m --port {port}'}]")
-    assert run(["route", "-c", str(config)]) == 2
-    assert "run it with splitserve up -c" in one_line(capsys.readouterr().err)
+@pytest.mark.parametrize(
+    "start,said",
+    [
+        ("no-such-engine m --port {port}", "command 'no-such-engine' is not found; install it"),
+        ("sh m --port {port} &", "it goes into the background"),
+        ("sh m --port {port} '", "the shell cannot read it"),
+        ("setsid sh m --port {port}", "leave setsid out"),
+    ],
+)
+def test_what_cannot_be_started_is_refused(
+    config: Path, start: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(yaml.safe_dump({"workers": [{"start": start, "name": "gpu-1"}]}))
+    for command in ("check", "route", "up"):
+        assert run([command, "-c", str(config)]) == 2
+        line = one_line(capsys.readouterr().err).removeprefix(f"{config}: ")
+        assert line.startswith(f"worker gpu-1: start {start!r}: ")
+        assert said in line
 
 
 def test_up_refuses_native_options_beside_a_file_with_workers(

@@ -70,18 +70,24 @@ def test_workers_of_a_file_keep_their_place_and_get_names() -> None:
                 "m": {
                     "workers": [
                         {"url": "http://a:1", "name": "decode-1"},
-                        {"start": "serve --port {port}", "role": "decode"},
+                        {"start": "sh serve --port {port}", "role": "decode"},
                     ]
                 }
             },
-            "workers": [{"start": "other {port}", "name": "mine"}, {"url": "http://b:2"}],
+            "workers": [
+                {"start": "sh other {port}", "name": "mine", "start_timeout_s": 5},
+                {"url": "http://b:2", "kv_events": "b:5557"},
+            ],
         }
     )
     plan = file_plan(settings)
     assert [(launch.name, launch.command[-1]) for launch in plan.launches] == [
-        ("decode-2", "serve --port {port}"),
-        ("mine", "other {port}"),
+        ("decode-2", "sh serve --port {port}"),
+        ("mine", "sh other {port}"),
     ]
+    assert [launch.start_timeout_s for launch in plan.launches] == [600, 5]
+    assert [launch.start_timeout_s for launch in plan.allowing(7).launches] == [7, 7]
+    assert plan.allowing(None) is plan
     told = plan.with_addresses(["http://h:11", "http://h:12"]).worker_specs
     assert [(w.name, w.url, w.model) for w in told] == [
         ("decode-1", "http://a:1", "m"),
