@@ -1,0 +1,1 @@
+"""Moves KV between hosts and engines as slot files of llama.cpp."""
