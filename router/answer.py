@@ -3,74 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
-from router.backends.base import (
-    Backend,
-    BackendCall,
-    EngineRefused,
-    PrefillDone,
-    quoted_error,
-)
+from router.backends.base import Backend, BackendCall, quoted_error
 from router.dispatch import Dispatcher, Inbox
-from router.errors import LimitReached, TimedOut, UpstreamError
+from router.endings import AbandonedError, EngineAnswer, Output, RejectedError
+from router.errors import UpstreamError
 from router.event_stream import EventCutter, bears_token, is_event_stream
+from router.pair_watch import PairWatch
+from router.prefill_leg import LegFailure, failure_of, run_prefill
 from router.telemetry.records import Record
 from router.upstream import UpstreamResponse
 from router.usage import TokenCounts, UsageMeter
 from router.wire import Headers
 from splitserve import messages as m
 
-log = logging.getLogger("splitserve.answer")
-
 _ERROR_LIMIT_BYTES = 1 << 20
 _SUSPICIOUS = frozenset((m.Failure.UNREACHABLE, m.Failure.TIMEOUT, m.Failure.BROKEN))
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineAnswer:
-    """An engine's own error answer, kept to be passed on as it is."""
-
-    status: int
-    headers: Headers
-    body: bytes
-
-
-class Output(Protocol):
-    """Where the answer goes: the client's connection."""
-
-    async def start(self, status: int, headers: Headers) -> None: ...
-
-    async def write(self, piece: bytes) -> None: ...
-
-    async def finish(self) -> None: ...
-
-
-class RejectedError(Exception):
-    """The scheduler ended the request. `answer`: what the engine said, where it said something.
-
-    `begun`: bytes have gone to the client. `timed_out`: a deadline ended the last attempt.
-    """
-
-    def __init__(
-        self, reject: m.Reject, answer: EngineAnswer | None, *, begun: bool, timed_out: bool
-    ) -> None:
-        super().__init__(reject.detail)
-        self.reject = reject
-        self.answer = answer
-        self.begun = begun
-        self.timed_out = timed_out
-
-
-class AbandonedError(Exception):
-    """The client has left."""
 
 
 class InterruptedByCommand(Exception):
@@ -81,9 +35,16 @@ class Answer:
     """Carries out one request's commands. `run` is the request's own coroutine."""
 
     def __init__(
-        self, dispatcher: Dispatcher, call: BackendCall, record: Record, *, stream: bool
+        self,
+        dispatcher: Dispatcher,
+        call: BackendCall,
+        record: Record,
+        *,
+        stream: bool,
+        watch: PairWatch | None = None,
     ) -> None:
         self._dispatcher = dispatcher
+        self._watch = watch
         self._call = call
         self._record = record
         self._stream = stream
@@ -118,10 +79,9 @@ class Answer:
             case m.StartAggregated(_, attempt, worker_id, choice):
                 self._released(attempt, choice)
                 return await self._lead(inbox, output, worker_id, attempt, None)
-            case m.StartPrefill(_, attempt, worker_id, _, choice):
+            case m.StartPrefill(_, attempt, worker_id, decode_worker_id, choice):
                 self._released(attempt, choice)
-                work = self._run_prefill(worker_id, attempt)
-                self._prefill = self._dispatcher.spawn(work)
+                self._prefill = self._start_prefill(worker_id, attempt, decode_worker_id)
             case m.StartDecode(_, attempt, worker_id, handoff):
                 return await self._lead(inbox, output, worker_id, attempt, handoff)
             case m.Cancel():
@@ -156,6 +116,21 @@ class Answer:
         timed_out = reject.refusal is m.Refusal.FAILED and self._last_failure is m.Failure.TIMEOUT
         raise RejectedError(reject, self._refused, begun=self._begun, timed_out=timed_out)
 
+    def _start_prefill(
+        self, worker_id: str, attempt: int, decode_worker_id: str
+    ) -> asyncio.Task[None]:
+        def failed(why: LegFailure) -> None:
+            if why.answer is not None:
+                self._refused = why.answer
+            leg = m.Leg.PREFILL
+            self._failed(leg, worker_id, attempt, why.failure, why.detail, final=why.final)
+
+        decode = self._dispatcher.scheduler.ledger.workers.get(decode_worker_id)
+        connector = decode.snapshot.connector if decode is not None else ""
+        call = replace(self._call, decode_connector=connector)
+        leg = run_prefill(self._dispatcher, call, self._record, worker_id, attempt, failed=failed)
+        return self._dispatcher.spawn(leg)
+
     def _end_prefill(self) -> None:
         if self._prefill is not None:
             self._prefill.cancel()
@@ -179,7 +154,8 @@ class Answer:
         except InterruptedByCommand:
             return False
         except UpstreamError as error:
-            self._failed(leg, worker_id, attempt, self._failure_of(error), str(error))
+            failure = m.Failure.BROKEN if self._begun else failure_of(error)
+            self._failed(leg, worker_id, attempt, failure, str(error))
             return False
 
     async def _relay(
@@ -197,20 +173,32 @@ class Answer:
                 return False
             self._begun = True
             await output.start(response.status, response.headers)
-            meter = await self._pass_on(piece, response, output, attempt)
+            meter = self._meter(backend, handoff)
+            await self._pass_on(piece, response, output, attempt, meter)
         self._note_handoff(response.headers)
         counts = meter.counts()
-        if handoff is not None:
-            self._record.recomputed_tokens = backend.recomputed(handoff, counts)
+        recomputed = None if handoff is None else backend.recomputed(handoff, counts)
+        self._record.recomputed_tokens = recomputed
         self._finished(attempt, counts)
+        if handoff is not None and self._watch is not None:
+            self._watch.answered(self._call, handoff, backend.worker_id, meter, recomputed)
         await output.finish()
         return True
 
+    def _meter(self, backend: Backend, handoff: m.Handoff | None) -> UsageMeter:
+        if handoff is None or self._watch is None:
+            return UsageMeter(stream=self._stream)
+        return self._watch.meter(self._call, handoff, backend.worker_id, stream=self._stream)
+
     async def _pass_on(
-        self, piece: bytes, response: UpstreamResponse, output: Output, attempt: int
-    ) -> UsageMeter:
-        """Relay the body, of which `piece` is the beginning."""
-        meter = UsageMeter(stream=self._stream)
+        self,
+        piece: bytes,
+        response: UpstreamResponse,
+        output: Output,
+        attempt: int,
+        meter: UsageMeter,
+    ) -> None:
+        """Relay the body, of which `piece` is the beginning; `meter` sees all of it."""
         cutter = EventCutter() if is_event_stream(response.headers) else None
         waiting, first = self._stream, 0
         request_id = self._record.request.request_id
@@ -222,13 +210,13 @@ class Answer:
             if whole:
                 meter.see(whole)
                 if not waiting and self._stream:
-                    self._dispatcher.advanced(request_id, attempt, max(1, meter.events - first))
+                    self._record.output_tokens = tokens = max(1, meter.events - first)
+                    self._dispatcher.advanced(request_id, attempt, tokens)
                 await output.write(whole)
             piece = b"" if response.at_end else await anext(response, b"")
         if cutter is not None and (rest := cutter.rest()):
             meter.see(rest)
             await output.write(rest)
-        return meter
 
     async def _engine_error(
         self, backend: Backend, response: UpstreamResponse, attempt: int, handoff: m.Handoff | None
@@ -281,47 +269,6 @@ class Answer:
             )
         )
 
-    # --- the prefill leg ------------------------------------------------------------------------
-
-    async def _run_prefill(self, worker_id: str, attempt: int) -> None:
-        request_id = self._record.request.request_id
-        backend = self._dispatcher.backends.get(worker_id)
-        if backend is None:
-            self._failed(m.Leg.PREFILL, worker_id, attempt, m.Failure.WORKER_LOST, "it was removed")
-            return
-        try:
-            async with contextlib.aclosing(backend.prefill(self._call)) as progress:
-                async for news in progress:
-                    if isinstance(news, PrefillDone):
-                        self._record.prefill_s = news.prefill_s
-                        self._dispatcher.tell(
-                            m.PrefillFinished(
-                                request_id,
-                                attempt,
-                                news.prompt_tokens,
-                                news.cached_tokens,
-                                news.prefill_s,
-                            )
-                        )
-                    else:
-                        self._dispatcher.tell(m.HandoffReady(request_id, attempt, news))
-        except EngineRefused as error:
-            self._refused = EngineAnswer(error.status, error.headers, error.body)
-            failure = backend.failure_of(error.status, error.body)
-            self._failed(
-                m.Leg.PREFILL,
-                worker_id,
-                attempt,
-                failure or m.Failure.REFUSED,
-                f"{error}{quoted_error(error.body)}",
-                final=failure is None,
-            )
-        except UpstreamError as error:
-            self._failed(m.Leg.PREFILL, worker_id, attempt, self._failure_of(error), str(error))
-        except Exception as error:  # task boundary: nobody awaits it, so it must not end unheard
-            log.exception("prefill on %s", worker_id)
-            self._failed(m.Leg.PREFILL, worker_id, attempt, m.Failure.UNREACHABLE, repr(error))
-
     # --- failures and interruptions -------------------------------------------------------------
 
     def _failed(
@@ -346,17 +293,6 @@ class Answer:
                 record.request.request_id, attempt, leg, worker_id, failure, detail, final=final
             )
         )
-
-    def _failure_of(self, error: UpstreamError) -> m.Failure:
-        if self._begun:
-            return m.Failure.BROKEN
-        match error:
-            case TimedOut():
-                return m.Failure.TIMEOUT
-            case LimitReached():
-                return m.Failure.REFUSED
-            case _:
-                return m.Failure.UNREACHABLE
 
     async def _next_command(self, inbox: Inbox) -> m.Command:
         if inbox.ready:

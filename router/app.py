@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
 from collections.abc import AsyncIterator, Mapping
 from time import monotonic
 
@@ -26,10 +27,13 @@ from router.backends.base import WorkerOptions
 from router.dispatch import Dispatcher
 from router.event_log import EventLogFile
 from router.origin import parse_origin
+from router.pair_watch import PairWatch
 from router.planner import Planner
 from router.registry import Registry
+from router.reuse import ReuseWatch
 from router.sections import WorkerSpec
 from router.settings import RouterSettings
+from router.shadow import ShadowChecker
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.records import RecordStore
 from router.upstream import HttpUpstream
@@ -62,11 +66,16 @@ class RouterApp:
             self.upstream,
             interval_s=settings.report_interval_s,
             deadlines=deadlines,
+            probe_speeds=settings.probe_speeds,
         )
         keyring = Keyring(settings, environ)
         self.dispatcher.on_suspicion = self.registry.poke
         self.planner = Planner(self.dispatcher, self.registry)
-        self.generate = GenerateEndpoint(self.dispatcher, settings, keyring)
+        reuse = ReuseWatch(self.dispatcher)
+        shadow = ShadowChecker(self.dispatcher, settings.shadow_check, random.Random())
+        self.pair_watch = PairWatch(reuse, shadow)
+        self.dispatcher.on_recompute = reuse.saw_counters
+        self.generate = GenerateEndpoint(self.dispatcher, settings, keyring, self.pair_watch)
         state = StateRoutes(self.dispatcher, self.registry, keyring, tuple(settings.models))
         self.api = _build_api(self._lifespan, state, self.generate)
         self.asgi: ASGIApp = HotRoute(self.generate, SmallBodies(self.api))
@@ -83,6 +92,7 @@ class RouterApp:
         finally:
             planning.cancel()
             await asyncio.gather(planning, return_exceptions=True)
+            await self.pair_watch.stop()
             await self.registry.stop()
             await self.dispatcher.shutdown()
             self.upstream.close()
@@ -104,6 +114,7 @@ def options_of(spec: WorkerSpec, environ: Mapping[str, str]) -> WorkerOptions:
         engine=spec.engine or "",
         model=spec.model or "",
         engine_model=spec.engine_model or "",
+        max_running=spec.max_running or 0,
         headers=((b"authorization", b"Bearer " + key.encode()),) if key else (),
         kv=spec.kv,
         kv_events=str(spec.kv_events or ""),
@@ -184,8 +195,6 @@ def build_server(app: RouterApp) -> uvicorn.Server:
 
 def serve(settings: RouterSettings) -> int:
     """Run the router until SIGINT or SIGTERM. Returns the exit status."""
-    for line in settings.without_effect():
-        log.warning("%s", line)
     server = build_server(RouterApp(settings, os.environ))
     server.run()
     return 0 if server.started else 1

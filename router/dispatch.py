@@ -88,11 +88,13 @@ class Dispatcher:
         self.backends: dict[str, Backend] = {}
         self.clock = clock
         self.on_suspicion: Callable[[str], None] | None = None
+        self.on_recompute: Callable[[str, int], None] | None = None
         self._event_log = event_log
         self._inboxes: dict[str, Inbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self.on_event: Callable[[m.Event, float], None] | None = None
+        self.after_step: Callable[[], None] | None = None
         self._progress: dict[str, tuple[str, int, int, float]] = {}
 
     @property
@@ -139,11 +141,19 @@ class Dispatcher:
             self.on_event(event, now_s)
         for command in self.scheduler.step(event, now_s):
             self._obey(command)
+        if self.after_step is not None:
+            self.after_step()
 
     def suspect(self, worker_id: str) -> None:
         """A call to this worker failed as if it were dead: whoever watches it should look now."""
         if self.on_suspicion is not None:
             self.on_suspicion(worker_id)
+
+    def recomputed(self, worker_id: str, tokens: int) -> None:
+        """A decode worker's counters show that it computed handed-over prompt tokens again."""
+        self.metrics.saw_recompute(tokens)
+        if self.on_recompute is not None:
+            self.on_recompute(worker_id, tokens)
 
     def _record(self, event_log: EventSink, now_s: float, event: m.Event) -> None:
         try:

@@ -3,13 +3,16 @@
 RouterError
 ├── SettingsError        the configuration cannot be used
 ├── BadWorkerUrl         a worker's address cannot be used
+├── ProbeFailed          what answers at an address, if anything, cannot be used as a worker
 └── UpstreamError        talking to a worker failed; names the worker, the cause and the mend
     ├── ConnectFailed    no connection: refused, unreachable, name not found, TLS refused
     ├── LimitReached     a limit of this router, no fault of the worker
     ├── TimedOut         a deadline passed; `phase` says which
     ├── ClosedEarly      the worker ended the connection before the answer was whole
     ├── Malformed        the answer is no valid HTTP/1.1
-    └── ReplyTooLarge    the answer is longer than the caller is ready to hold
+    ├── ReplyTooLarge    the answer is longer than the caller is ready to hold
+    └── HandoffFailed    KV that was to be handed over cannot be used
+        └── HandoffExpired   it is kept no longer, so what would be read may be something else
 """
 
 from typing import Literal
@@ -41,6 +44,14 @@ class BadWorkerUrl(RouterError):
         )
         self.url = url
         self.cause = cause
+
+
+class ProbeFailed(RouterError):
+    """What answers at an address cannot be used. Its text is one line: address, cause, mend."""
+
+    def __init__(self, url: str, cause: str, mend: str) -> None:
+        super().__init__(f"{url}: {cause}; {mend}")
+        self.url = url
 
 
 class UpstreamError(RouterError):
@@ -112,3 +123,20 @@ class ReplyTooLarge(UpstreamError):
             f"its answer is longer than {limit_bytes} bytes",
             "check that the URL points at an inference server",
         )
+
+
+class HandoffFailed(UpstreamError):
+    """KV that was to be handed over cannot be used; the prompt can be prefilled again."""
+
+
+class HandoffExpired(HandoffFailed):
+    """The KV is kept no longer: what a decode worker would read may be another request's."""
+
+    def __init__(self, worker_url: str, age_s: float, lease_s: float) -> None:
+        super().__init__(
+            worker_url,
+            f"the KV for it is {age_s:.1f} s old and its lease is {lease_s:g} s",
+            "look what holds requests up, or raise kv_lease_duration on the prefill worker",
+        )
+        self.age_s = age_s
+        self.lease_s = lease_s

@@ -10,14 +10,18 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from functools import partial
 
 from router.backends.base import Backend, Target, WorkerOptions, WorkerRestarted
+from router.backends.detect import Dialect, detect
+from router.backends.llama_cpp import LlamaCppBackend
 from router.backends.native import NativeBackend
 from router.backends.openai import OpenAIBackend
-from router.backends.renaming import RenamingBackend
+from router.backends.sglang import SglangBackend
+from router.backends.speed_probe import CannotMeasure, Speeds, measure
+from router.backends.vllm import VllmBackend
 from router.dispatch import Dispatcher
-from router.errors import RouterError
+from router.errors import RouterError, UpstreamError
 from router.origin import Origin, parse_origin
 from router.upstream import Upstream
 from router.wire import Deadlines
@@ -26,19 +30,17 @@ from splitserve.messages import Role, WorkerLost, WorkerReported, WorkerSnapshot
 log = logging.getLogger("splitserve.registry")
 
 MISSES = 3
-
-
-class Dialect(Protocol):
-    """Makes the backend of one engine."""
-
-    engine: str
-
-    def __call__(self, target: Target, upstream: Upstream, deadlines: Deadlines) -> Backend: ...
-
+SPEED_PROBE_S = 30.0  # a worker joins without measured speeds rather than later
 
 _PROBE_FAILED = (RouterError, ValueError)
 # Most particular first: every native worker is an OpenAI server too.
-DIALECTS: tuple[Dialect, ...] = (NativeBackend, OpenAIBackend)
+DIALECTS: tuple[Dialect, ...] = (
+    NativeBackend,
+    SglangBackend,
+    VllmBackend,
+    LlamaCppBackend,
+    OpenAIBackend,
+)
 
 
 @dataclass(slots=True)
@@ -56,6 +58,7 @@ class Member:
     trouble: str = "not probed yet"
     draining: bool = False
     assigned: Role | None = None  # by the planner, where `role` leaves it to choose
+    speeds: Speeds | None = None  # measured once, at its first join
     poked: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -74,11 +77,13 @@ class Registry:
         *,
         interval_s: float,
         deadlines: Deadlines,
+        probe_speeds: bool = False,
     ) -> None:
         self._dispatcher = dispatcher
         self._upstream = upstream
         self._interval_s = interval_s
         self._deadlines = deadlines
+        self._probe_speeds = probe_speeds
         self.members: dict[str, Member] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -148,10 +153,11 @@ class Registry:
         return [model for model in wanted or sorted(seen) if not self._usable(model)]
 
     def _usable(self, model: str) -> bool:
-        return any(
-            not account.snapshot.draining
-            for account in self._dispatcher.scheduler.ledger.serving(model)
-        )
+        """True when some worker takes it whole, or some pair splits it."""
+        ledger = self._dispatcher.scheduler.ledger
+        serving = ledger.serving(model)
+        working = [a.snapshot for a in serving if not a.snapshot.draining]
+        return any(not worker.splits_only for worker in working) or ledger.pairs.any(working)
 
     def models(self) -> list[str]:
         """Return the names of models that live workers serve."""
@@ -188,6 +194,8 @@ class Registry:
 
     async def _join(self, member: Member) -> None:
         backend, snapshot = await self._detect(member)
+        if self._probe_speeds:
+            snapshot = await self._with_speeds(member, backend, snapshot)
         self._report(member, snapshot)
         member.backend = backend
         self._dispatcher.backends[member.worker_id] = backend
@@ -196,23 +204,31 @@ class Registry:
             member.worker_id, snapshot.engine, member.origin.url, ", ".join(snapshot.models),
         )  # fmt: skip
 
+    async def _with_speeds(
+        self, member: Member, backend: Backend, snapshot: WorkerSnapshot
+    ) -> WorkerSnapshot:
+        """Measure a worker that does not tell how fast it is; it joins in any case."""
+        wanted = member.options.model
+        models = tuple(m for m in snapshot.models if wanted in ("", m))
+        if snapshot.prefill_tok_s or snapshot.splits_only or not models:
+            return snapshot
+        if len(models) > 1:
+            note = "its speed is not measured, as it has several models; name one to have it done"
+            return replace(snapshot, notes=(*snapshot.notes, note))
+        try:
+            async with asyncio.timeout(SPEED_PROBE_S):
+                speeds = member.speeds = member.speeds or await measure(backend, models[0])
+        except (UpstreamError, CannotMeasure, TimeoutError) as error:
+            note = f"its speed could not be measured: {str(error) or 'it took too long'}"
+            return replace(snapshot, notes=(*snapshot.notes, note))
+        return replace(
+            snapshot, prefill_tok_s=speeds.prefill_tok_s, decode_tok_s=speeds.decode_tok_s
+        )
+
     async def _detect(self, member: Member) -> tuple[Backend, WorkerSnapshot]:
-        """Try each dialect; the first that fits is the engine."""
-        reasons: list[str] = []
-        target = Target(member.worker_id, member.origin, member.role, member.options)
-        wanted = member.options.engine
-        for dialect in DIALECTS:
-            if wanted not in ("", dialect.engine):
-                continue
-            backend: Backend = dialect(target, self._upstream, self._deadlines)
-            if member.options.engine_model:
-                names = member.options.model, member.options.engine_model
-                backend = RenamingBackend(backend, *names)
-            try:
-                return backend, await backend.probe()
-            except ValueError as error:
-                reasons.append(f"{dialect.engine}: {error}")
-        raise ValueError("no known engine answers there; " + "; ".join(reasons))
+        told = partial(self._dispatcher.recomputed, member.worker_id)
+        target = Target(member.worker_id, member.origin, member.role, member.options, told)
+        return await detect(DIALECTS, target, self._upstream, self._deadlines)
 
     def _report(self, member: Member, snapshot: WorkerSnapshot) -> None:
         wanted = member.options.model
@@ -222,6 +238,8 @@ class Registry:
             raise ValueError(f"it serves {known}, not {wanted or 'any'}")
         if member.assigned is not None:
             snapshot = replace(snapshot, role=member.assigned, soft_role=True)
+        if member.options.max_running:
+            snapshot = replace(snapshot, max_running=member.options.max_running)
         member.snapshot = replace(snapshot, models=models, draining=member.draining)
         member.misses, member.trouble, member.models_seen = 0, "", models
         self._dispatcher.tell(WorkerReported(member.snapshot))

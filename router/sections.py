@@ -6,7 +6,15 @@ import ipaddress
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    model_validator,
+)
 
 from router.errors import BadWorkerUrl
 from router.origin import parse_origin
@@ -77,6 +85,7 @@ def _check_name(value: str) -> str:
     return value
 
 
+HostPort = Annotated[Listen, BeforeValidator(parse_listen), PlainSerializer(str, return_type=str)]
 Url = Annotated[str, AfterValidator(_check_url)]
 Name = Annotated[str, AfterValidator(_check_name)]
 
@@ -90,7 +99,7 @@ class KvTransfer(Section):
     engine_id: str | None = Field(
         default=None, min_length=1, description="the prefill worker's fixed engine_id (nixl-push)"
     )
-    side_channel: Annotated[Listen, BeforeValidator(parse_listen)] | None = Field(
+    side_channel: HostPort | None = Field(
         default=None, description="host:port of the worker's side channel (nixl-push)"
     )
     folder: str | None = Field(
@@ -122,7 +131,7 @@ KeyEnv = Annotated[
 
 
 class WorkerSpec(Section):
-    """One worker: where it runs (`url`) or how to start it (`start`, with `{port}`).
+    """One worker: where it runs (`url`) or how to start it (`start`, with `{port}` and `{host}`).
 
     `model` None: take the models that probing finds.
     """
@@ -132,6 +141,9 @@ class WorkerSpec(Section):
     )
     start: str | None = Field(
         default=None, description="a shell command with {port} where its port goes"
+    )
+    start_timeout_s: Positive | None = Field(
+        default=None, description="seconds above 0 the command may take to get ready (600)"
     )
     role: Role = Field(
         default=Role.AUTO, description=f"one of {', '.join(Role)} (what this worker may do)"
@@ -151,6 +163,10 @@ class WorkerSpec(Section):
         min_length=1,
         description="the name the worker itself has for the model, where it differs",
     )
+    max_running: Count | None = Field(
+        default=None,
+        description="a whole number above 0 of requests it gets at once, if not what it says",
+    )
     engine: Engine | None = Field(
         default=None, description="native, vllm, sglang, llama.cpp or openai; found by probing"
     )
@@ -158,7 +174,7 @@ class WorkerSpec(Section):
     kv: KvTransfer | None = Field(
         default=None, description="how a vLLM worker moves KV, like {connector: nixl-pull}"
     )
-    kv_events: Annotated[Listen, BeforeValidator(parse_listen)] | None = Field(
+    kv_events: HostPort | None = Field(
         default=None, description="host:port where a vLLM worker publishes KV events"
     )
 
@@ -168,6 +184,8 @@ class WorkerSpec(Section):
             raise ValueError("a worker has either url or start; write one of the two")
         if self.engine_model is not None and self.model is None:
             raise ValueError("engine_model needs model; write the name that clients use there")
+        if self.start_timeout_s is not None and self.start is None:
+            raise ValueError("start_timeout_s needs start; leave it out for a worker with a url")
         if self.start is not None and "{port}" not in self.start:
             raise ValueError(
                 "start names no {port}; put {port} where the command takes its port, "
@@ -228,6 +246,25 @@ class Tenant(Section):
     weight: Positive = Field(default=1.0, description="a share above 0; 1 is usual")
     tokens_per_minute: Count | None = Field(
         default=None, description="whole tokens per minute above 0"
+    )
+
+
+class ShadowCheck(Section):
+    """Which greedy answers of pairs are computed again by the decode worker alone, and compared."""
+
+    share: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] = Field(
+        default=0.002, description="the share of answers to check, from 0 to 1"
+    )
+    at_join: bool = Field(
+        default=True, description="true to check a pair when it first serves, false not to"
+    )
+    exact: bool = Field(
+        default=True,
+        description="true where all workers compute the very same text, "
+        "false where unlike hardware makes texts part after a while",
+    )
+    quarantine_s: Positive = Field(
+        default=600.0, description="seconds above 0 without hand-offs for a pair that differs"
     )
 
 

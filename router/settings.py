@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import yaml
-from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from router.errors import SettingsError
 from router.sections import (
     Admin,
+    HostPort,
     Limits,
     Listen,
     ModelSpec,
     Positive,
     Section,
     ServiceClass,
+    ShadowCheck,
     Tenant,
     WorkerSpec,
-    parse_listen,
 )
 from router.yaml_file import explain, read_yaml
 from splitserve.scheduling.policies.catalog import by_name, names
@@ -39,9 +40,7 @@ def _default_classes() -> dict[str, ServiceClass]:
 class RouterSettings(Section):
     """Everything the router is told at start. `workers` are those that belong to no named model."""
 
-    listen: Annotated[
-        Listen, BeforeValidator(parse_listen), PlainSerializer(str, return_type=str)
-    ] = Field(default=Listen())
+    listen: HostPort = Field(default=Listen())
     models: dict[str, ModelSpec] = Field(
         default={},
         description="models by name, each with its workers: llama: {workers: [{url: ...}]}",
@@ -60,12 +59,20 @@ class RouterSettings(Section):
     )
     tenants: tuple[Tenant, ...] = Field(default=(), description="a list of {name, key_env}")
     admin: Admin | None = Field(default=None, description="{key_env: NAME_OF_A_VARIABLE}")
+    shadow_check: ShadowCheck = Field(
+        default=ShadowCheck(), description="a block like {share: 0.002, at_join: true}"
+    )
     limits: Limits = Field(default=Limits(), description="a block of limits, like {queue: 4096}")
     event_log: Path | None = Field(
         default=None, description="the path of a file to record events in"
     )
     report_interval_s: Positive = Field(
         default=1.0, description="seconds above 0 between two load reports"
+    )
+
+    probe_speeds: bool = Field(
+        default=True,
+        description="false to send no short requests to a new worker to learn its speed",
     )
 
     @model_validator(mode="after")
@@ -97,20 +104,6 @@ class RouterSettings(Section):
             for worker in spec.workers
         ]
         return (*named, *self.workers)
-
-    def without_effect(self) -> list[str]:
-        """Name what is set here and not yet acted on by this version, one line each."""
-        idle = [
-            f"tenants.{tenant.name}: weight and tokens_per_minute are not enforced in this version"
-            for tenant in self.tenants
-            if tenant.tokens_per_minute is not None or tenant.weight != 1.0
-        ]
-        idle += [
-            f"worker {worker.name or worker.url}: its courier is not used in this version"
-            for worker in self.worker_specs
-            if worker.courier is not None
-        ]
-        return idle
 
     def require_keys(self, environ: Mapping[str, str]) -> None:
         """Raise SettingsError when a `key_env` names a variable that is not set."""

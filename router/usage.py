@@ -25,8 +25,28 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
 
 
+class _Timings(msgspec.Struct):
+    """llama.cpp's account of an answer, in its last chunk whether usage was asked for or not."""
+
+    cache_n: int = 0
+    prompt_n: int = 0
+    predicted_n: int = 0
+
+
 class _Answer(msgspec.Struct):
     usage: _Usage | None = None
+    timings: msgspec.Raw = msgspec.Raw(b"")
+
+    def counted(self) -> _Usage | None:
+        """Return its usage, or what llama.cpp's timings say instead."""
+        if self.usage is not None or not bytes(self.timings):
+            return self.usage
+        try:
+            told = msgspec.json.decode(self.timings, type=_Timings)
+        except msgspec.DecodeError:  # another engine's word for something else
+            return None
+        prompt_tokens = told.cache_n + told.prompt_n
+        return _Usage(prompt_tokens, told.predicted_n, _Details(told.cache_n))
 
 
 _ANSWER = msgspec.json.Decoder(_Answer)
@@ -87,7 +107,8 @@ class UsageMeter:
     def _from_stream(self, text: bytes) -> _Usage | None:
         for event in reversed((b"\n" + text).rsplit(b"\ndata:", _LAST_EVENTS)[1:]):
             line = event.partition(b"\n")[0]
-            usage = self._parse(line) if b'"usage"' in line else None
+            told = b'"usage"' in line or b'"timings"' in line
+            usage = self._parse(line) if told else None
             if usage is not None:
                 return usage
         return None
@@ -95,6 +116,6 @@ class UsageMeter:
     @staticmethod
     def _parse(text: bytes) -> _Usage | None:
         try:
-            return _ANSWER.decode(text).usage
+            return _ANSWER.decode(text).counted()
         except msgspec.DecodeError:
             return None

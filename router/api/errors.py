@@ -21,7 +21,7 @@ _MEND = {
     Refusal.NO_WORKER: "GET /admin/workers shows what is wrong with each worker",
     Refusal.QUEUE_FULL: "try again later or add a worker",
     Refusal.HOPELESS: "try again after Retry-After, or ask without failing fast",
-    Refusal.UNPLANNABLE: "leave out x-splitserve-plan and x-splitserve-worker",
+    Refusal.UNPLANNABLE: "leave out x-splitserve-plan and -worker, or add a worker for it",
     Refusal.FAILED: "the worker's log says more",
     Refusal.BROKEN: "send the request again; the worker's log says more",
 }

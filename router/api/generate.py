@@ -15,13 +15,16 @@ from itertools import count
 
 from starlette.types import Receive, Scope, Send
 
-from router.answer import AbandonedError, Answer, RejectedError
+from router.answer import Answer
 from router.api.auth import Keyring
+from router.api.budgets import Budgets
 from router.api.errors import ApiError, from_reject
-from router.api.intake import read
+from router.api.intake import FORM, JSON, content_kind, read
 from router.backends.base import BackendCall
 from router.dispatch import Dispatcher
+from router.endings import AbandonedError, RejectedError
 from router.event_stream import is_event_stream
+from router.pair_watch import PairWatch
 from router.settings import RouterSettings
 from router.telemetry.records import Record, workers_of
 from router.wire import Headers, end_to_end
@@ -60,10 +63,19 @@ def request_ids() -> Iterator[str]:
 class GenerateEndpoint:
     """Answers one HTTP request; shared by all."""
 
-    def __init__(self, dispatcher: Dispatcher, settings: RouterSettings, keyring: Keyring) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        settings: RouterSettings,
+        keyring: Keyring,
+        watch: PairWatch | None = None,
+    ) -> None:
         self._dispatcher = dispatcher
+        self._watch = watch
         self._settings = settings
         self._keyring = keyring
+        self._weights = {tenant.name: tenant.weight for tenant in settings.tenants}
+        self._budgets = Budgets(settings.tenants, dispatcher.clock)
         self._ids = request_ids()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,6 +94,7 @@ class GenerateEndpoint:
                 self._settings,
                 request_id=request_id,
                 tenant=tenant,
+                tenant_weight=self._weights.get(tenant, 1.0),
             )
             record = Record(
                 intake.request, time.time(), self._dispatcher.clock(), client_id.decode("latin-1")
@@ -91,8 +104,13 @@ class GenerateEndpoint:
             call = BackendCall(
                 _target(scope), body, passed_on, request_id, tenant, is_batch(intake.request)
             )
-            answer = Answer(self._dispatcher, call, record, stream=intake.stream)
-            await self._run(answer, output, receive)
+            answer = Answer(self._dispatcher, call, record, stream=intake.stream, watch=self._watch)
+            prompt_tokens = intake.request.prompt_tokens
+            self._budgets.admit(tenant, prompt_tokens)
+            try:
+                await self._run(answer, output, receive)
+            finally:
+                self._budgets.settle(tenant, prompt_tokens, record)
         except ApiError as error:
             await output.fail(error)
         except AbandonedError:
@@ -116,10 +134,11 @@ class GenerateEndpoint:
         return tenant
 
     async def _body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
-        kind = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
-        if kind != b"application/json":
+        kind = content_kind(headers)
+        if kind not in (JSON, FORM):
             name = kind[:60].decode("latin-1")
-            raise ApiError(415, f"content-type {name!r}: send application/json")
+            detail = f"content-type {name!r}: send application/json, or multipart/form-data"
+            raise ApiError(415, detail)
         limit_bytes = self._settings.limits.max_body_bytes
         if int(headers.get(b"content-length", b"0")) > limit_bytes:
             raise ApiError(413, f"the body is over {limit_bytes} bytes; send less")

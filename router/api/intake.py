@@ -14,6 +14,7 @@ import msgspec
 import xxhash
 
 from router.api.errors import ApiError
+from router.form_data import boundary_of, find_field
 from router.settings import RouterSettings, ServiceClass
 from splitserve.messages import GenerateRequest, PlanKind, Slo
 
@@ -40,10 +41,14 @@ class Fields(msgspec.Struct):
     echo: bool | None = None
     prompt: msgspec.Raw = msgspec.Raw(b"")
     messages: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
     service_tier: str | None = None
     logprobs: bool | int | None = None
 
 
+JSON, FORM = b"application/json", b"multipart/form-data"
+_LONGEST_MODEL = 512
+_SEVERAL = "several prompts in one body"
 _NOT_EMPTY_LIST = re.compile(rb"\[\s*[^\s\]]")
 _DECODER = msgspec.json.Decoder(Fields)
 
@@ -64,14 +69,17 @@ def read(
     *,
     request_id: str,
     tenant: str = "",
+    tenant_weight: float = 1.0,
 ) -> Intake:
     """Understand a request. Raises ApiError 400 that names the field and the mend."""
-    fields = _decode(body)
+    form = content_kind(headers) == FORM
+    fields = _decode_form(body, headers) if form else _decode(body)
     _require(path, fields)
     wanted = fields.max_completion_tokens
     service_class = _service_class(fields, headers, settings)
     tokens, estimate = _prompt_tokens(fields)
     own_class = settings.classes[service_class]
+    unsplittable = _unsplittable(path, fields)
     request = GenerateRequest(
         request_id=request_id,
         model=fields.model,
@@ -84,13 +92,36 @@ def read(
         max_tokens=fields.max_tokens if wanted is None else wanted,
         service_class=service_class,
         tenant=tenant,
+        tenant_weight=tenant_weight,
         slo=_slo(own_class, headers),
         session=headers.get(b"x-session-id", b"").decode("latin-1")[:256],
-        unsplittable=_unsplittable(path, fields),
+        unsplittable=unsplittable,
+        several_prompts=unsplittable == _SEVERAL,
         forced_plan=_forced_plan(headers),
         forced_worker=_text(headers, b"x-splitserve-worker"),
     )
     return Intake(request, bool(fields.stream))
+
+
+def content_kind(headers: Mapping[bytes, bytes]) -> bytes:
+    """Return the media type of a request, in lower case; JSON where it is not said."""
+    return headers.get(b"content-type", JSON).partition(b";")[0].strip().lower()
+
+
+def _decode_form(body: bytes, headers: Mapping[bytes, bytes]) -> Fields:
+    """Read a form, as uploads of audio are. Its parts are the engine's matter but for two."""
+    try:
+        boundary = boundary_of(headers[b"content-type"])
+        if boundary is None:
+            raise ValueError("its content-type names no boundary")
+        model, stream = (find_field(body, boundary, name) for name in (b"model", b"stream"))
+        name = model.value.decode() if model is not None else ""
+    except ValueError as error:
+        raise ApiError(400, f"the form is not valid: {error}", code="invalid_form") from error
+    if not 0 < len(name) <= _LONGEST_MODEL:
+        message = f"the form needs a field 'model' of at most {_LONGEST_MODEL} characters"
+        raise ApiError(400, message, code="missing_required_parameter", param="model")
+    return Fields(name, stream=stream is not None and stream.value.lower() in _TRUE)
 
 
 def _decode(body: bytes) -> Fields:
@@ -133,8 +164,10 @@ def _prompt_tokens(fields: Fields) -> tuple[int, bool]:
 
 def _prompt_of(fields: Fields) -> memoryview:
     """The prompt as it lies in the body; not copied, it may be long."""
-    prompt = memoryview(fields.prompt)
-    return prompt if prompt.nbytes else memoryview(fields.messages)
+    for raw in (fields.prompt, fields.messages):
+        if (prompt := memoryview(raw)).nbytes:
+            return prompt
+    return memoryview(fields.input)
 
 
 def prompt_hashes(raw: memoryview, tenant: str) -> tuple[int, ...]:
@@ -159,7 +192,7 @@ def _unsplittable(path: str, fields: Fields) -> str:
     if bytes(raw[:1]) == b"[":
         inner = bytes(raw[1:64]).lstrip()[:1]
         if inner == b"[" or (inner == b'"' and _is_several(fields.prompt)):
-            return "several prompts in one body"
+            return _SEVERAL
     return ""
 
 

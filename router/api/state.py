@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
@@ -10,12 +11,13 @@ from pydantic import BaseModel, ConfigDict
 
 from router.api.auth import Keyring
 from router.api.errors import ApiError
+from router.api.pairs import pairing_fields, pairs_of
 from router.backends.base import WorkerOptions
 from router.dispatch import Dispatcher
 from router.errors import BadWorkerUrl
 from router.registry import Member, Registry
 from router.sections import Name
-from splitserve.messages import Role
+from splitserve.messages import PairJudged, Role, WorkerSnapshot
 
 
 class NewWorker(BaseModel):
@@ -63,6 +65,7 @@ class StateRoutes:
         admin.post("/workers", status_code=201)(self.add_worker)
         admin.patch("/workers/{worker_id}")(self.change_worker)
         admin.delete("/workers/{worker_id}")(self.remove_worker)
+        admin.delete("/quarantines/{prefill}/{decode}")(self.lift_quarantine)
         admin.get("/requests/{request_id}")(self.request)
         admin.get("/decisions")(self.decisions)
         app.include_router(admin)
@@ -129,6 +132,15 @@ class StateRoutes:
         self._registry.remove(worker_id)
         return {"removed": True}
 
+    async def lift_quarantine(self, prefill: str, decode: str) -> dict[str, bool]:
+        """Let a pair hand over again before its time."""
+        known = (prefill, decode) in self._dispatcher.scheduler.ledger.pairs.quarantined
+        if not known:
+            message = f"{prefill[:80]} -> {decode[:80]} is not quarantined; see GET /admin/workers"
+            raise ApiError(404, message, code="quarantine_not_found")
+        self._dispatcher.tell(PairJudged(prefill, decode, reason=""))
+        return {"lifted": True}
+
     async def request(self, request_id: str) -> dict[str, Any]:
         """Show one decision record."""
         record = self._dispatcher.records.find(request_id)
@@ -160,19 +172,37 @@ class StateRoutes:
             "trouble": member.trouble,
             "in_flight": account.in_flight if account else 0,
         }
+        if account is not None:
+            shown["latency_model"] = asdict(account.model.corrected)
         if snapshot is not None:
             shown |= {
                 "engine": snapshot.engine,
                 "models": list(snapshot.models),
                 "connector": snapshot.connector,
                 "pairing_key": snapshot.pairing_key,
+                "pairing": pairing_fields(snapshot.pairing_key),
+                "why_whole": _why_whole(member, snapshot),
+                **pairs_of(snapshot, self._dispatcher.scheduler.ledger, self._dispatcher.clock()),
                 "max_running": snapshot.max_running,
                 "running": snapshot.running,
                 "waiting": snapshot.waiting,
                 "kv_used_tokens": snapshot.kv_used_tokens,
                 "kv_capacity_tokens": snapshot.kv_capacity_tokens,
+                "max_context_tokens": snapshot.max_context_tokens,
+                "prefill_tok_s": snapshot.prefill_tok_s,
+                "decode_tok_s": snapshot.decode_tok_s,
+                "notes": list(snapshot.notes),
             }
         return shown
+
+
+def _why_whole(member: Member, snapshot: WorkerSnapshot) -> str | None:
+    """Why a worker takes no part in hand-offs, in its dialect's words where it has some."""
+    if snapshot.connector:
+        return None
+    said: object = getattr(member.backend, "why_whole", "")
+    known = said if isinstance(said, str) else ""
+    return known or f"{snapshot.engine} has no way to move KV"
 
 
 def _card(name: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,12 +21,14 @@ class WorkerOptions:
     """What the configuration says of a worker beyond its address; "" where it says nothing.
 
     `model` is the only model to serve of it, `engine_model` the engine's own name for that one.
+    `max_running` bounds its requests at once; 0: what the engine says, or is known for.
     `headers` go with every call (its API key).
     """
 
     engine: str = ""
     model: str = ""
     engine_model: str = ""
+    max_running: int = 0
     headers: Headers = ()
     kv: KvTransfer | None = None
     kv_events: str = ""
@@ -36,12 +38,17 @@ class WorkerOptions:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One worker to speak to: what a dialect is made of, with a client and its deadlines."""
+    """One worker to speak to: what a dialect is made of, with a client and its deadlines.
+
+    `on_recompute` is told of prompt tokens handed over and computed again, where that shows only
+    in the worker's counters and not in an answer.
+    """
 
     worker_id: str
     origin: Origin
     role: Role
     options: WorkerOptions = field(default_factory=WorkerOptions)
+    on_recompute: Callable[[int], None] = lambda tokens: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,8 @@ class BackendCall:
     """One client request as it goes to a worker: route, body bytes untouched, headers passed on.
 
     `request_id` is the router's own, which no client can guess. `batch`: it may wait for others.
+    `fresh`: nothing of its prompt may come from a cache, where KV that was handed over lies too.
+    `decode_connector`: how the worker moves KV that is to go on where this prefill ends.
     """
 
     path: bytes
@@ -57,6 +66,8 @@ class BackendCall:
     request_id: str = ""
     tenant: str = ""
     batch: bool = False
+    decode_connector: str = ""
+    fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +94,22 @@ class _Said(msgspec.Struct):
 
 
 class _Envelope(msgspec.Struct):
-    error: _Said
+    error: _Said | None = None
+    message: str = ""  # SGLang's errors have no envelope
 
 
 def quoted_error(body: bytes) -> str:
     """Return ": " and the message of an OpenAI error body, in one short line; "" without one."""
     try:
-        message = msgspec.json.decode(body, type=_Envelope).error.message
+        said = msgspec.json.decode(body, type=_Envelope)
     except msgspec.DecodeError:
         return ""
+    message = said.message if said.error is None else said.error.message
     return f": {' '.join(message.split())[:200]}" if message else ""
+
+
+class Unusable(ValueError):
+    """It is this dialect's engine, and cannot be used as it is: no other dialect is to be tried."""
 
 
 class WorkerRestarted(ValueError):
@@ -109,7 +126,9 @@ class Backend(Protocol):
     worker_id: str
 
     async def probe(self) -> WorkerSnapshot:
-        """Ask what the worker is. Raises also ValueError when it is not this engine."""
+        """Ask what the worker is. Raises also ValueError when it is not this engine: Unusable
+        when it is, and cannot be used.
+        """
         ...
 
     async def load(self, known: WorkerSnapshot) -> WorkerSnapshot:

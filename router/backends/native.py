@@ -15,6 +15,7 @@ from urllib.parse import quote
 import msgspec
 
 from router.backends.base import BackendCall, EngineRefused, PrefillDone, Target, WorkerRestarted
+from router.backends.body import with_fields
 from router.backends.probing import get_json
 from router.errors import Malformed, UpstreamError
 from router.upstream import Upstream, UpstreamResponse
@@ -190,12 +191,15 @@ class NativeBackend:
         headers = self._own_headers(call)
         if handoff is not None:
             headers = (*headers, (b"x-splitserve-handoff", handoff.attributes.encode()))
+        body = call.body
+        if call.fresh:  # a part of the prefix cache that nobody else looks into
+            body = with_fields(body, {"cache_salt": call.request_id})
         return await self._upstream.request(
             self.origin,
             b"POST",
             call.path,
             headers=headers,
-            body=call.body,
+            body=body,
             deadlines=self._deadlines,
         )
 

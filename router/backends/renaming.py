@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from router.backends.base import Backend, BackendCall, PrefillDone
 from router.backends.body import with_fields
+from router.form_data import boundary_of, find_field, with_value
 from router.upstream import UpstreamResponse
 from router.usage import TokenCounts
 from splitserve.messages import Failure, Handoff, WorkerSnapshot
@@ -23,6 +24,12 @@ class RenamingBackend:
         self._backend = backend
         self._public = public
         self._engine_model = engine_model
+
+    @property
+    def why_whole(self) -> str:
+        """Why it takes no part in hand-offs, where its dialect says so."""
+        said: object = getattr(self._backend, "why_whole", "")
+        return said if isinstance(said, str) else ""
 
     async def probe(self) -> WorkerSnapshot:
         """Probe it. Raises also ValueError when the engine does not have the model."""
@@ -60,4 +67,10 @@ class RenamingBackend:
         return replace(snapshot, models=(self._public,))
 
     def _call(self, call: BackendCall) -> BackendCall:
-        return replace(call, body=with_fields(call.body, {"model": self._engine_model}))
+        kind = next((value for name, value in call.headers if name == b"content-type"), b"")
+        boundary = boundary_of(kind) if kind.lower().startswith(b"multipart/form-data") else None
+        if boundary is None:
+            return replace(call, body=with_fields(call.body, {"model": self._engine_model}))
+        field = find_field(call.body, boundary, b"model")
+        assert field is not None, "the request was taken in by this field"
+        return replace(call, body=with_value(call.body, field, self._engine_model.encode()))

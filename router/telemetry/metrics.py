@@ -54,6 +54,13 @@ class RouterMetrics:
             "splitserve_handoff_recomputed_tokens",
             "Prompt tokens handed over and computed again", registry=registry,
         )  # fmt: skip
+        self._shadow_checks = Counter(
+            "splitserve_shadow_checks", "Answers of pairs compared with their decode worker's own",
+            ("result",), registry=registry,
+        )  # fmt: skip
+        self._quarantined = Gauge(
+            "splitserve_pairs_quarantined", "Pairs that get no hand-offs for now", registry=registry
+        )
         self._retries = Counter(
             "splitserve_retries", "Attempts beyond a request's first", registry=registry
         )
@@ -95,10 +102,18 @@ class RouterMetrics:
             self._transfer_s.observe(record.transfer_s)
             self._transfer_bytes.inc(record.transfer_bytes)
         if record.recomputed_tokens:
-            self._recomputes.inc()
-            self._recomputed.inc(record.recomputed_tokens)
+            self.saw_recompute(record.recomputed_tokens)
         if record.attempts > 1:
             self._retries.inc(record.attempts - 1)
+
+    def saw_shadow_check(self, result: str) -> None:
+        """Count a shadow check by how it ended."""
+        self._shadow_checks.labels(result).inc()
+
+    def saw_recompute(self, tokens: int) -> None:
+        """Count prompt tokens that a decode worker computed although they were handed over."""
+        self._recomputes.inc()
+        self._recomputed.inc(tokens)
 
     def _of_class(self, name: str) -> tuple[Histogram, Histogram, Histogram, Counter]:
         known = self._children.get(name)
@@ -116,6 +131,7 @@ class RouterMetrics:
         """Return the exposition text, gauges read now."""
         self._queued.set(scheduler.queued)
         self._live.set(scheduler.live)
+        self._quarantined.set(len(scheduler.ledger.pairs.quarantined))
         self._in_flight.clear()
         self._model_error.clear()
         for worker_id, account in scheduler.ledger.workers.items():

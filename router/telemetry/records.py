@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from splitserve.messages import Candidate, Choice, GenerateRequest, PlanKind
+from splitserve.targets import met_targets
 
 _KEPT_CANDIDATES = 32
 
@@ -68,18 +69,18 @@ class Record:
         return (self.last_token_s - self.first_token_s) / (self.output_tokens - 1)
 
     @property
+    def e2e_s(self) -> float | None:
+        """Seconds between arrival and the last token of an answer that ended normally."""
+        if self.finish != "done" or self.last_token_s is None:
+            return None
+        return self.last_token_s - self.arrived_s
+
+    @property
     def met_targets(self) -> bool:
         """Whether it ended normally and within its targets."""
-        slo = self.request.slo
-        if self.finish != "done":
-            return False
-        ttft_s = self.ttft_s  # None for an answer that was not streamed: it has an end, no start
-        late = slo.ttft_s is not None and ttft_s is not None and ttft_s > slo.ttft_s
-        tpot_s = self.tpot_s
-        slow = slo.tpot_s is not None and tpot_s is not None and tpot_s > slo.tpot_s
-        end_s = (self.last_token_s or 0.0) - self.arrived_s
-        over = slo.deadline_s is not None and end_s > slo.deadline_s
-        return not (late or slow or over)
+        return met_targets(
+            self.request.slo, ttft_s=self.ttft_s, tpot_s=self.tpot_s, e2e_s=self.e2e_s
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as users see it."""

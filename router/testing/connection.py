@@ -57,6 +57,8 @@ class Switchboard:
         self.queued: deque[Script] = deque()
         self.models = models
         self.api_key = api_key
+        self.base_path = ""
+        self.routes: dict[str, tuple[int, object]] = {}
         self.requests: deque[RecordedRequest] = deque(maxlen=record_limit)
         self.connections: set[FakeConnection] = set()
         self.requests_seen = 0
@@ -196,12 +198,15 @@ class FakeConnection(asyncio.Protocol):
             await self._answer(request, script)
 
     async def _answer(self, request: RecordedRequest, script: Script) -> None:
-        path = request.path.partition("?")[0]
+        path = request.path.partition("?")[0].removeprefix(self._board.base_path)
         key = self._board.api_key
         if key is not None and request.headers.get("authorization") != f"Bearer {key}":
             self._send_json(
                 replace_status(script, 401), error_body("wrong key", "auth", "invalid_api_key")
             )
+        elif path in self._board.routes:
+            status, body = self._board.routes[path]
+            self._send_json(replace_status(script, status), body)
         elif path == "/health":
             self._send_json(script, {})
         elif path == "/v1/models":
@@ -217,7 +222,7 @@ class FakeConnection(asyncio.Protocol):
 
     async def _generate(self, request: RecordedRequest, script: Script) -> None:
         try:
-            asked = read_request(request.path, request.body)
+            asked = self._asked(request)
         except (ValueError, RecursionError) as exc:
             self._send_json(
                 replace_status(script, 400), error_body(str(exc), "invalid_request_error", None)
@@ -233,6 +238,11 @@ class FakeConnection(asyncio.Protocol):
                 await self._plain(request, asked, script)
         finally:
             self._board.open_streams -= 1
+
+    def _asked(self, request: RecordedRequest) -> Asked:
+        """Parse a generation request. Raises ValueError for one that no engine would take."""
+        path = request.path.removeprefix(self._board.base_path)
+        return read_request(path, request.body)
 
     async def _plain(self, request: RecordedRequest, asked: Asked, script: Script) -> None:
         headers = JSON_HEADERS
@@ -282,8 +292,9 @@ class FakeConnection(asyncio.Protocol):
         if not (chunked and script.keep_alive):
             self._transport.close()
 
-    def _send_json(self, script: Script, body: dict[str, object]) -> None:
-        data = json.dumps(shaped(body, script)).encode()
+    def _send_json(self, script: Script, body: object) -> None:
+        whole = shaped(body, script) if isinstance(body, dict) else body
+        data = json.dumps(whole).encode()
         headers = {**JSON_HEADERS, "content-length": str(len(data))}
         self._transport.write(self._head(script, headers) + data)
         if not script.keep_alive:

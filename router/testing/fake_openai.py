@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import ssl
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -29,7 +29,8 @@ class FakeOpenAI:
 
     What it does with a request: the next of ``queue`` (POST only), else ``script``; a header
     ``x-fake: {json}`` overrides single fields (see `Script`). With ``api_key`` it answers 401 to
-    every request that does not carry it. ``record_limit`` bounds ``requests``.
+    every request that does not carry it. ``record_limit`` bounds ``requests``. ``base_path``
+    precedes every route; ``routes`` gives status and JSON of further ones, or of these.
     """
 
     def __init__(
@@ -43,8 +44,12 @@ class FakeOpenAI:
         api_key: str | None = None,
         tls: ssl.SSLContext | None = None,
         record_limit: int = 1000,
+        base_path: str = "",
+        routes: Mapping[str, tuple[int, object]] | None = None,
     ) -> None:
         self._board = Switchboard(script or Script(), models, api_key, record_limit)
+        self._board.base_path = base_path
+        self._board.routes.update(routes or {})
         self._board.queued.extend(queue)
         self._board.on_change = self._wake
         self._host = host
@@ -76,9 +81,15 @@ class FakeOpenAI:
 
     @property
     def url(self) -> str:
-        """Base URL without a path; IPv6 literals are bracketed."""
+        """Where it serves; IPv6 literals are bracketed."""
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{'http' if self._tls is None else 'https'}://{host}:{self._port}"
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://{host}:{self._port}{self._board.base_path}"
+
+    @property
+    def routes(self) -> dict[str, tuple[int, object]]:
+        """Status and JSON of routes beside its own; may be changed."""
+        return self._board.routes
 
     @property
     def requests(self) -> list[RecordedRequest]:

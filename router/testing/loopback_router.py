@@ -38,7 +38,8 @@ class LoopbackRouter:
     """Starts with `async with`, once every worker has joined (unless `wait` is False).
 
     `workers` are entries of the configuration; more of it may be given as `settings`. Workers are
-    polled only when they are poked, unless `report_interval_s` says otherwise.
+    polled only when they are poked, unless `report_interval_s` says otherwise, and get no request
+    but those of clients, unless `probe_speeds` or `shadow_check` is given.
     """
 
     def __init__(
@@ -48,7 +49,12 @@ class LoopbackRouter:
         wait: bool = True,
         **settings: Any,
     ) -> None:
-        settings = {"report_interval_s": NEVER_S, "workers": list(workers), **settings}
+        quiet: dict[str, Any] = {
+            "report_interval_s": NEVER_S,
+            "probe_speeds": False,
+            "shadow_check": {"share": 0.0, "at_join": False},
+        }
+        settings = {**quiet, "workers": list(workers), **settings}
         self.app = RouterApp(build(settings), environ or {})
         self.steps: list[tuple[Event, list[Command]]] = []
         self._wait = wait

@@ -17,7 +17,10 @@ CREATED = 1_700_000_000
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the fake reads of a generation request; everything else is ignored."""
+    """What the fake reads of a generation request; everything else is ignored.
+
+    `timings` are llama.cpp's, told in the last chunk; their `cache_n` is told in usage too.
+    """
 
     chat: bool
     model: str
@@ -26,6 +29,7 @@ class Asked:
     output_tokens: int
     prompt_tokens: int
     choices: int
+    timings: Mapping[str, float] | None = None
 
 
 def read_request(path: str, body: bytes) -> Asked:
@@ -83,13 +87,16 @@ def shaped(body: Mapping[str, object], script: Script) -> dict[str, object]:
     return {key: value for key, value in whole.items() if key not in script.drop}
 
 
-def _usage(asked: Asked, output_tokens: int) -> dict[str, int]:
+def _usage(asked: Asked, output_tokens: int) -> dict[str, object]:
     output_tokens *= asked.choices
-    return {
+    usage: dict[str, object] = {
         "prompt_tokens": asked.prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": asked.prompt_tokens + output_tokens,
     }
+    if asked.timings is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": asked.timings["cache_n"]}
+    return usage
 
 
 def _head(asked: Asked, request_number: int) -> dict[str, object]:
@@ -117,6 +124,8 @@ def plain_body(asked: Asked, script: Script, request_number: int) -> bytes:
     body["choices"] = [{"index": i, **says, **end} for i in range(asked.choices)]
     if script.usage:
         body["usage"] = _usage(asked, count)
+    if asked.timings is not None:
+        body["timings"] = {**asked.timings, "predicted_n": count}
     return json.dumps(shaped(body, script)).encode()
 
 
@@ -140,7 +149,10 @@ def stream_events(asked: Asked, script: Script, request_number: int) -> Iterator
                 says = {"delta": {"role": "assistant", "content": text}}
         end = {"finish_reason": script.finish_reason if token == count - 1 else None}
         choices = [{"index": i, **says, **end} for i in range(asked.choices)]
-        yield _event({**head, "choices": choices}, script)
+        event: dict[str, object] = {**head, "choices": choices}
+        if asked.timings is not None and token == count - 1:
+            event["timings"] = {**asked.timings, "predicted_n": count}
+        yield _event(event, script)
     if asked.include_usage and script.usage:
         yield _event({**head, "choices": [], "usage": _usage(asked, count)}, script)
     if script.done:

@@ -168,7 +168,7 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
 
 @pytest.mark.parametrize(
     "kind",
-    ["text/plain", "multipart/form-data; boundary=x", "application/x-www-form-urlencoded", "\xe9"],
+    ["text/plain", "multipart/mixed; boundary=x", "application/x-www-form-urlencoded", "\xe9"],
 )
 async def test_content_type_that_is_not_json(router: LoopbackRouter, kind: str) -> None:
     async with RawClient(router.url) as client:

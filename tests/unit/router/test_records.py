@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from router.telemetry.records import Record, RecordStore
-from splitserve.messages import Candidate, Choice, GenerateRequest, PlanKind
+from splitserve.messages import Candidate, Choice, GenerateRequest, PlanKind, Slo
+from splitserve.simulation.results import Outcome
+from splitserve.simulation.trace import TraceRequest
+
+TARGETS = Slo(ttft_s=1.0, tpot_s=0.1, deadline_s=5.0)
 
 
 def record(name: str = "r", client_id: str = "") -> Record:
@@ -44,3 +50,20 @@ def test_oldest_is_forgotten_with_its_alias() -> None:
     found = store.find("c0")
     assert found is not None
     assert found.request.request_id == "r3"
+
+
+@pytest.mark.parametrize(
+    "first_s,last_s,tokens,met",
+    [(10.5, 11.0, 6, True), (11.5, 12.0, 6, False), (10.5, 16.0, 6, False), (10.5, 10.5, 1, True)],
+)
+def test_live_and_simulated_requests_meet_targets_alike(
+    first_s: float, last_s: float, tokens: int, met: bool
+) -> None:
+    record = Record(GenerateRequest("r", "m", 10, slo=TARGETS), 0.0, 10.0)
+    record.first_token_s, record.last_token_s = first_s, last_s
+    record.output_tokens, record.finish = tokens, "done"
+    outcome = Outcome(TraceRequest(10.0, 10, tokens, "c", TARGETS), 10.0)
+    outcome.first_token_s, outcome.last_token_s, outcome.output_tokens = first_s, last_s, tokens
+    assert record.met_targets is outcome.good is met
+    record.finish = "cancelled"
+    assert not record.met_targets

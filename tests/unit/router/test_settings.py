@@ -130,17 +130,3 @@ def test_keys_must_be_in_the_environment(full: RouterSettings) -> None:
             full.require_keys({**both, name: ""})
         assert str(caught.value).startswith(f"{place}.key_env: environment variable {name}")
         assert "export" in str(caught.value)
-
-
-def test_what_is_set_without_effect_is_named(tmp_path: Path) -> None:
-    settings_ = build(
-        {
-            "tenants": [{"name": "alice", "key_env": "K", "tokens_per_minute": 5}],
-            "workers": [{"url": "http://a:1", "name": "mac", "courier": "http://a:2"}],
-        }
-    )
-    lines = settings_.without_effect()
-    assert len(lines) == 2
-    assert "tenants.alice" in lines[0]
-    assert "worker mac" in lines[1]
-    assert build({"workers": [{"url": "http://a:1"}]}).without_effect() == []

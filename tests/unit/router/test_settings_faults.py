@@ -68,6 +68,11 @@ def test_unknown_key_like_nothing_lists_what_is_known(tmp_path: Path) -> None:
         ("workers: [{url: 'http://'}]", "workers[0].url", "like http://10.0.0.5:8000"),
         ("workers: [{url: 5}]", "workers[0].url", "like http://10.0.0.5:8000"),
         (f"workers: [{{{WORKER}, role: pre}}]", "workers[0].role", "prefill, decode, aggregated"),
+        (
+            "workers: [{start: 'x {port}', start_timeout_s: 0}]",
+            "workers[0].start_timeout_s",
+            "seconds above 0",
+        ),
         (f"workers: [{{{WORKER}, name: 'a,b'}}]", "workers[0].name", "a short name"),
         (f"workers: [{{{WORKER}, courier: ''}}]", "workers[0].courier", "address of the courier"),
         (f"workers: [{{{WORKER}, model: ''}}]", "workers[0].model", "the model's name"),
@@ -113,6 +118,7 @@ def test_bad_value_names_place_and_mend(tmp_path: Path, text: str, place: str, m
     [
         ("workers: [{role: decode}]", "either url or start; write one of the two"),
         (f"workers: [{{{WORKER}, start: 'x {{port}}'}}]", "either url or start"),
+        (f"workers: [{{{WORKER}, start_timeout_s: 9}}]", "start_timeout_s needs start; leave it"),
         ("workers: [{start: vllm serve}]", "put {port} where the command takes its port"),
         ("classes: {interactive: {deadline_ms: 1, deadline_s: 1}}", "write one of the two"),
         ("classes: {a: {}, b: {}}", "'interactive' is no class here; name one of a, b"),
