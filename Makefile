@@ -25,13 +25,15 @@ RUNTIME := $(VENV)/.runtime
 DEV := $(VENV)/.dev
 BENCH := $(VENV)/.bench
 
-.PHONY: help venv demo serve test check test-engines bench clean
+INSTALL_ENGINES := $(BIN)/python -m benchmarks.engines.install --torch '$(TORCH)'
+
+.PHONY: help venv demo serve test check engines test-engines bench clean
 
 help:
 	@echo "make demo           install, start router, prefill and decode worker, ask one question"
 	@echo "make serve          the same, and stay up"
 	@echo "make test           every check and test that needs no foreign engine (same as make check)"
-	@echo "make test-engines   tests against real vLLM and llama.cpp"
+	@echo "make test-engines   tests against real vLLM and llama.cpp, installed first (make engines)"
 	@echo "make bench          measure: $(BENCHES)"
 	@echo "make clean          remove .venv, builds and caches"
 
@@ -59,8 +61,15 @@ check: $(DEV)
 	@echo "== tests"
 	@$(BIN)/pytest --quiet --durations=10 --durations-min=1 --ignore=tests/engines
 
+# Once for this machine, outside the repository: 4 GB and some minutes of compiling.
+engines: $(RUNTIME)
+	@$(INSTALL_ENGINES) > /dev/null
+
+# The installer prints NAME=PATH for each engine; the tests find them by these names.
 test-engines: $(DEV)
-	@$(BIN)/pytest --quiet --durations=10 tests/engines
+	@engines=$$($(INSTALL_ENGINES)); \
+	  while IFS= read -r engine; do export "$$engine"; done <<< "$$engines"; \
+	  $(BIN)/pytest --quiet --durations=20 --durations-min=1 tests/engines
 
 bench: $(BENCH)
 	@for bench in $(BENCHES); do echo "== bench $$bench"; $(BIN)/splitserve bench $$bench || exit 1; done

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.engines import llama_cpp
 from benchmarks.errors import LoadFailed
 from benchmarks.machine_limits import measure_gemm_rate, measure_read_bandwidth, torch_threads
-from benchmarks.peers import llama_cpp
 from benchmarks.result import envelope
 
 if TYPE_CHECKING:

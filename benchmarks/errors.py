@@ -4,7 +4,8 @@ BenchmarkError
 ├── NotMeasurable    this machine lacks what the measurement reads
 ├── SystemFailed     a system under test did not start, or ended
 ├── PeerMissing      a program to compare with is not there and could not be installed
-└── LoadFailed       a system under test did not give the whole right answer
+├── LoadFailed       a system under test did not give the whole right answer
+└── InstallFailed    an engine to test against could not be installed
 """
 
 
@@ -26,3 +27,7 @@ class PeerMissing(BenchmarkError):
 
 class LoadFailed(BenchmarkError):
     """A system under test did not give the whole right answer."""
+
+
+class InstallFailed(BenchmarkError):
+    """An engine to test against could not be installed."""

