@@ -1,5 +1,6 @@
 """A child process with all that it starts: its CPU time and memory, its start and its end."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -86,14 +87,14 @@ class ProcessTree:
         return sum(int(text.split()[1]) for text in statm) * page_bytes
 
     def stop(self) -> None:
-        """End it, by SIGTERM and after a while by SIGKILL to its whole session."""
+        """End it by SIGTERM, and what is left of its session after a while by SIGKILL."""
         if self._process.poll() is None:
             self._process.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
         self._output.close()
 
     def _pids(self) -> list[int]:

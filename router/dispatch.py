@@ -113,12 +113,13 @@ class Dispatcher:
     def close(self, record: Record) -> None:
         """The request's coroutine is over, and with it the request.
 
-        The scheduler is told even after DecodeFinished: a worker that was declared lost in the
+        The scheduler may hold it even after DecodeFinished: a worker that was declared lost in the
         same turn of the loop had made that one stale, and another attempt was on its way.
         """
         request_id = record.request.request_id
         del self._inboxes[request_id]
-        self.tell(m.RequestCancelled(request_id))
+        if self.scheduler.holds(request_id):
+            self.tell(m.RequestCancelled(request_id))
         self.metrics.saw_end(record)
 
     def advanced(self, request_id: str, attempt: int, tokens: int) -> None:

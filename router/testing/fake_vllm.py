@@ -90,6 +90,9 @@ class VllmConnection(FakeConnection):
             self._send_json(
                 script, {"object": "list", "data": [_card(board, m) for m in board.models]}
             )
+        elif path == "/tokenize":
+            tokens = _prompt(json.loads(request.body)).tokens
+            self._send_json(script, {"count": tokens, "tokens": list(range(tokens))})
         elif path == "/metrics":
             self._send_text(metrics_text(board) if board.facts.has_metrics else "up 1.0\n")
         else:
@@ -189,7 +192,9 @@ def _prompt(body: dict[str, Any]) -> Prompt:
 def _with_ids(body: dict[str, Any], script: Script, prompt: Prompt) -> Script:
     if not body.get("return_token_ids"):
         return script
-    ids = list(range(prompt.tokens))
+    given = json.loads(prompt.text)
+    are_ids = isinstance(given, list) and isinstance(given[0], int)
+    ids = given if are_ids else list(range(prompt.tokens))
     return replace(script, merge={**script.merge, "prompt_token_ids": ids})
 
 

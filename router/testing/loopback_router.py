@@ -30,6 +30,7 @@ from splitserve.messages import Command, Event
 NOT_OF_REQUESTS = ("FakeConnection", "Registry._watch")
 NEVER_S = 3600.0
 TIMEOUT_S = 5.0
+JOIN_S = 30.0
 LOOK_AGAIN_S = 0.05  # for what changes without an event, like a poll that fails
 C = TypeVar("C", bound=Command)
 
@@ -39,7 +40,8 @@ class LoopbackRouter:
 
     `workers` are entries of the configuration; more of it may be given as `settings`. Workers are
     polled only when they are poked, unless `report_interval_s` says otherwise, and get no request
-    but those of clients, unless `probe_speeds` or `shadow_check` is given.
+    but those of clients, unless `probe_speeds` or `shadow_check` is given. `timeout_s` is how long
+    to wait for an answer, for workers to join and for requests to end.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class LoopbackRouter:
         *workers: Mapping[str, Any],
         environ: Mapping[str, str] | None = None,
         wait: bool = True,
+        timeout_s: float = TIMEOUT_S,
         **settings: Any,
     ) -> None:
         quiet: dict[str, Any] = {
@@ -58,6 +61,7 @@ class LoopbackRouter:
         self.app = RouterApp(build(settings), environ or {})
         self.steps: list[tuple[Event, list[Command]]] = []
         self._wait = wait
+        self._timeout_s = timeout_s
         self._changed = asyncio.Event()
         self._step = self.app.scheduler.step
         self.app.scheduler.step = self._watched_step  # type: ignore[method-assign]
@@ -76,16 +80,31 @@ class LoopbackRouter:
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         await self._server.startup([listener])
-        self.client = httpx.AsyncClient(base_url=self.url, timeout=TIMEOUT_S)
+        # Reading the system's certificates takes longer than most tests, and nothing here is TLS.
+        self.client = httpx.AsyncClient(base_url=self.url, timeout=self._timeout_s, verify=False)
         try:
             if self._wait:
-                members = self.app.registry.members
-                await self.until(lambda: all(member.alive for member in members.values()))
+                await self._all_joined()
         except BaseException:
             await self._stop()
             raise
         self._tasks = asyncio.all_tasks()
         return self
+
+    async def _all_joined(self) -> None:
+        members = self.app.registry.members.values()
+
+        def joined() -> bool:
+            for member in members:
+                if not member.alive and member.misses:  # as on a machine too busy to answer in time
+                    self.app.registry.poke(member.worker_id)
+            return all(member.alive for member in members)
+
+        try:
+            await self.until(joined, max(JOIN_S, self._timeout_s))
+        except TimeoutError as error:
+            troubles = {member.worker_id: member.trouble for member in members}
+            raise TimeoutError(f"not all workers joined: {troubles}") from error
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
@@ -108,12 +127,12 @@ class LoopbackRouter:
         """The server's connections and running requests."""
         return self._server.server_state
 
-    async def until(self, holds: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+    async def until(self, holds: Callable[[], bool], timeout_s: float | None = None) -> None:
         """Wait until `holds()`, looking again after every event of the scheduler, and now and then.
 
         Raises TimeoutError.
         """
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(self._timeout_s if timeout_s is None else timeout_s):
             while not holds():
                 self._changed.clear()
                 with contextlib.suppress(TimeoutError):
@@ -126,7 +145,7 @@ class LoopbackRouter:
         await self.until(self._pools_idle)
         begun = asyncio.all_tasks() - self._tasks - {asyncio.current_task()}
         mine = [t for t in begun if not any(name in repr(t) for name in NOT_OF_REQUESTS)]
-        left = (await asyncio.wait(mine, timeout=TIMEOUT_S))[1] if mine else set()
+        left = (await asyncio.wait(mine, timeout=self._timeout_s))[1] if mine else set()
         assert not left, f"tasks still run: {left}"
         assert scheduler.queued == 0
         for account in scheduler.ledger.workers.values():

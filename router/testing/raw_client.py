@@ -78,9 +78,9 @@ class RawClient:
         ]
         self.send("\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body)
 
-    async def until(self, marker: bytes) -> bytes:
+    async def until(self, marker: bytes, timeout_s: float = TIMEOUT_S) -> bytes:
         """Read until `marker` has come; returns all that has come so far."""
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             while marker not in self.received:
                 piece = await self._reader.read(1 << 16)
                 if not piece:

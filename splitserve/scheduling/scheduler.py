@@ -58,6 +58,10 @@ class Scheduler:
         """Requests that have arrived and not ended."""
         return len(self._desk.flights)
 
+    def holds(self, request_id: str) -> bool:
+        """True while a request has not ended here."""
+        return request_id in self._desk.flights
+
     # --- events ---------------------------------------------------------------------------------
 
     def step(self, event: m.Event, now_s: float) -> Commands:
@@ -134,7 +138,8 @@ class Scheduler:
             return
         if request.prompt_is_estimate:
             tokens = desk.prompts.apply(request.model, request.prompt_tokens)
-            request = replace(request, prompt_tokens=tokens)
+            if tokens != request.prompt_tokens:
+                request = replace(request, prompt_tokens=tokens)
         if request.several_prompts and not desk.runs_whole(request):
             request = replace(request, unsplittable="")
         flight = Flight(request, now_s)

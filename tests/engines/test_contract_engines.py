@@ -46,8 +46,8 @@ ENGINES = (
 async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
     engine: RealEngine = request.param
     url = request.getfixturevalue(engine.fixture)
-    async with LoopbackRouter({"url": url, "name": "one"}) as router:
-        router.client.timeout = TIMEOUT_S
+    worker = {"url": url, "name": "one"}
+    async with LoopbackRouter(worker, timeout_s=TIMEOUT_S, report_interval_s=5.0) as router:
         found = router.app.registry.members["one"].snapshot
         assert found is not None
         assert found.engine == engine.name

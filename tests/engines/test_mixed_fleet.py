@@ -42,8 +42,7 @@ async def fleet(
         named.append(
             {"url": plain.url, "name": "plain", "model": PUBLIC, "engine_model": "gpt-none"}
         )
-        async with LoopbackRouter(*named) as router:
-            router.client.timeout = TIMEOUT_S
+        async with LoopbackRouter(*named, timeout_s=TIMEOUT_S, report_interval_s=5.0) as router:
             yield router
             await router.idle()
 

@@ -5,82 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from router.testing.fake_llama import FakeLlama
 from router.testing.llama_slot import tokens_of
-from router.testing.loopback_router import LoopbackRouter
 from router.testing.raw_client import RawClient
 from router.testing.script import Script
 from splitserve import messages as m
-from workers.courier.testing.served_courier import ServedCourier
-
-CHAT = "/v1/chat/completions"
-WORDS = "how long is the river that runs below the old stone bridge in the north"
-BODY = {"model": "m", "messages": [{"role": "user", "content": WORDS}], "max_tokens": 3}
-STREAM = {**BODY, "stream": True}
-PROMPT = {"model": "m", "prompt": WORDS, "max_tokens": 3}
-PROMPT_TOKENS = len(tokens_of(f"< user > {WORDS} < assistant >"))
-
-
-@dataclass(frozen=True, slots=True)
-class LlamaSplit:
-    """A router before two llama-servers, `p` and `d`, each with its courier."""
-
-    router: LoopbackRouter
-    p: FakeLlama
-    d: FakeLlama
-    p_courier: ServedCourier
-    d_courier: ServedCourier
-
-    async def ask(self, body: object, route: str = CHAT, **headers: str) -> Any:
-        answer = await self.router.client.post(
-            route, json=body, headers={k.replace("_", "-"): v for k, v in headers.items()}
-        )
-        assert answer.status_code == 200, answer.text
-        return answer
-
-    async def record(self, answer: Any) -> dict[str, Any]:
-        return await self.router.record(answer)
-
-    async def clean(self) -> None:
-        """Nothing is left: no request, no slot in use, no file, and no answer was wrong."""
-        await self.router.idle()
-        for fake in (self.p, self.d):
-            await fake.until(lambda _, fake=fake: fake.busy == 0)  # type: ignore[misc]
-            assert not fake.aborted
-            assert fake.wrong_answers == 0
-            assert fake.not_owned == 0
-        for courier in (self.p_courier, self.d_courier):
-            await self.router.until(lambda c=courier: c.files() == [])  # type: ignore[misc]
-
-
-@contextlib.asynccontextmanager
-async def llama_split(
-    folder: Path, *, shared: bool = False, **settings: Any
-) -> AsyncIterator[LlamaSplit]:
-    places = [folder / "both", folder / "both"] if shared else [folder / "p", folder / "d"]
-    async with FakeLlama(folder=places[0]) as p, FakeLlama(folder=places[1]) as d:
-        with ServedCourier(places[0], key="pk") as pc, ServedCourier(places[1], key="dk") as dc:
-            workers = (
-                worker("p", "prefill", p, pc, courier_key_env="PK"),
-                worker("d", "decode", d, dc, courier_key_env="DK"),
-            )
-            environ = {"PK": "pk", "DK": "dk"}
-            async with LoopbackRouter(*workers, environ=environ, **settings) as router:
-                yield LlamaSplit(router, p, d, pc, dc)
-
-
-def worker(
-    name: str, role: str, fake: FakeLlama, courier: ServedCourier | None = None, **more: str
-) -> dict[str, str]:
-    entry = {"url": fake.url, "name": name, "role": role, **more}
-    return entry if courier is None else {**entry, "courier": courier.url}
+from tests.loopback.router.llama_pair import (
+    BODY,
+    CHAT,
+    PROMPT,
+    PROMPT_TOKENS,
+    STREAM,
+    WORDS,
+    LlamaSplit,
+    llama_split,
+)
 
 
 @pytest.fixture
@@ -305,125 +249,4 @@ async def test_a_client_that_leaves_its_stream_frees_the_slot(
     await pair.clean()
     for _ in range(4):
         await pair.ask(BODY)
-    await pair.clean()
-
-
-# --- what goes wrong ----------------------------------------------------------------------------
-
-
-def cut(content: bytes) -> bytes:
-    return content[:-1]
-
-
-def emptied(content: bytes) -> bytes:
-    return b""
-
-
-def flipped(content: bytes) -> bytes:
-    return content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
-
-
-def foreign(content: bytes) -> bytes:
-    return b"GGUF" * (len(content) // 4) + content[: len(content) % 4]
-
-
-TAMPERING = [cut, emptied, flipped, foreign]
-
-
-def change(courier: ServedCourier, tamper: Callable[[bytes], bytes]) -> None:
-    (name,) = courier.files()
-    path = courier.folder / name
-    path.write_bytes(tamper(path.read_bytes()))
-
-
-@pytest.mark.parametrize("tamper", TAMPERING)
-async def test_a_file_changed_before_it_is_fetched(
-    pair: LlamaSplit, tamper: Callable[[bytes], bytes]
-) -> None:
-    """Sealed, then changed in the prefill worker's folder: the decode side refuses it."""
-    backend = pair.router.app.dispatcher.backends["d"]
-    decode = backend.decode
-
-    async def changed(call: Any, handoff: m.Handoff | None) -> Any:
-        if handoff is not None:
-            change(pair.p_courier, tamper)
-        return await decode(call, handoff)
-
-    backend.decode = changed  # type: ignore[method-assign]
-    answer = await pair.ask(BODY)
-    assert answer.headers["x-splitserve-plan"] == "aggregated"
-    record = await pair.record(answer)
-    assert "courier: HTTP 409" in record["failures"][0]
-    await pair.clean()
-
-
-@pytest.mark.parametrize("tamper", [cut, emptied, foreign])
-async def test_a_file_changed_before_it_is_sealed(
-    pair: LlamaSplit, tamper: Callable[[bytes], bytes]
-) -> None:
-    slot_write = type(pair.p.slots[0]).write
-
-    def write(slot: Any, path: Path, streams: int) -> int:
-        size_bytes = slot_write(slot, path, streams)
-        path.write_bytes(tamper(path.read_bytes()))
-        return size_bytes
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(pair.p.slots[0]), "write", write)
-        answer = await pair.ask(BODY)
-    record = await pair.record(answer)
-    assert "courier: HTTP 409" in record["failures"][0]
-    assert answer.headers["x-splitserve-plan"] == "aggregated"
-    await pair.clean()
-
-
-async def test_a_whole_file_of_another_prompt_in_the_decode_folder(pair: LlamaSplit) -> None:
-    """Swapped after the courier's check: what was restored is not what was sent."""
-    gate = pair.d.hold("restore")
-    asked = asyncio.ensure_future(pair.ask(BODY))
-    await pair.d.until(lambda _: pair.d.held("restore") == 1)
-    other = pair.p.slots[0]
-    other.fill(tokens_of("a shorter one"))
-    (name,) = pair.d_courier.files()
-    other.write(pair.d_courier.folder / name, 1)
-    gate.set()
-    answer = await asked
-    assert answer.headers["x-splitserve-plan"] == "aggregated"
-    record = await pair.record(answer)
-    assert "instead of what was sent" in record["failures"][0]
-    await pair.clean()
-
-
-async def test_a_decode_server_that_cannot_restore(pair: LlamaSplit) -> None:
-    pair.d.flags.streams = 4  # as if it was started anew with other flags and nobody has seen it
-    answer = await pair.ask(BODY)
-    assert answer.headers["x-splitserve-plan"] == "aggregated"
-    record = await pair.record(answer)
-    assert "restore: HTTP 400: Unable to restore slot" in record["failures"][0]
-    pair.d.flags.streams = 1
-    await pair.clean()
-
-
-@pytest.mark.parametrize("side", ["p", "d"])
-async def test_a_courier_that_dies(pair: LlamaSplit, side: str) -> None:
-    courier = pair.p_courier if side == "p" else pair.d_courier
-    courier.stop()
-    answer = await pair.ask(BODY)
-    assert answer.headers["x-splitserve-plan"] == "aggregated"
-    record = await pair.record(answer)
-    assert "courier" in record["failures"][0]
-    await pair.router.idle()
-    assert pair.p.busy == pair.d.busy == 0
-    pair.router.app.registry.poke(side)
-    member = pair.router.app.registry.members[side]
-    await pair.router.until(lambda: member.snapshot is not None and not member.snapshot.connector)
-    again = await pair.ask(BODY)
-    assert (await pair.record(again))["failures"] == []
-
-
-async def test_a_server_that_lost_the_slot_is_noticed(pair: LlamaSplit) -> None:
-    pair.d.flags.reuses_restored = False
-    answer = await pair.ask(BODY)
-    record = await pair.record(answer)
-    assert record["actual"]["recomputed_tokens"] == PROMPT_TOKENS - 1
     await pair.clean()

