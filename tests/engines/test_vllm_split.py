@@ -149,7 +149,10 @@ async def thirty_requests(server: VllmServer) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, tuple[list[int], str]]:
-    """Answers of whole runs by request; each is made by the first pair that is asked for it."""
+    """Answers of whole runs by request; each is made by the first pair that is asked for it.
+
+    That is the files' one, which has no threads of NIXL's to share its cores with.
+    """
     return {}
 
 
@@ -172,6 +175,7 @@ async def check_nixl(pair: Pair, expected: dict[str, tuple[list[int], str]]) -> 
         wanted = [await whole(routed, body, expected) for body in requests]
         await routed.poll()
         before, sent = await counters(pair.d), 0
+        p_before = await counters(pair.p)  # the first meeting may have read too late
         for body, want in zip(requests, wanted, strict=True):
             answer = await routed.ask(body)
             assert answer.headers["x-splitserve-plan"] == "disaggregated", routed.router.latest()
@@ -184,7 +188,64 @@ async def check_nixl(pair: Pair, expected: dict[str, tuple[list[int], str]]) -> 
         await routed.poll()
         text = (await routed.client.get("/metrics")).text
         assert "\nsplitserve_handoff_recomputes_total 0.0\n" in text
-        assert (await counters(pair.p)).total(READ_TOO_LATE) == 0
+        p_after = await counters(pair.p)
+        assert p_after.total(READ_TOO_LATE) == p_before.total(READ_TOO_LATE)
+
+
+def empty(folder: Path) -> None:
+    for made in folder.iterdir():
+        shutil.rmtree(made)
+
+
+class TestFiles:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pair(cls, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+        folder = tmp_path_factory.mktemp("kv")
+        specs = [
+            VllmSpec("p", example("kv_producer", folder)),
+            VllmSpec("d", example("kv_consumer", folder)),
+        ]
+        with running(specs, model_folder, MODEL) as (p, d):
+            yield Pair(p, d, {"connector": "example", "folder": str(folder)})
+
+    async def test_thirty_splits(
+        self, pair: Pair, expected: dict[str, tuple[list[int], str]]
+    ) -> None:
+        async with pair.routed() as routed:
+            requests = await thirty_requests(pair.d)
+            wanted = [await whole(routed, body, expected) for body in requests]
+            empty(Path(str(pair.kv["folder"])))  # whole runs write there too
+            await routed.poll()
+            before, sent, found = await counters(pair.d), 0, 0
+            for body, want in zip(requests, wanted, strict=True):
+                answer = await routed.ask(body)
+                assert answer.headers["x-splitserve-plan"] == "disaggregated", (
+                    routed.router.latest()
+                )
+                assert output(answer) == want
+                tokens = answer.json()["usage"]["prompt_tokens"]
+                sent += tokens
+                found += (tokens - 2) // BLOCK_TOKENS * BLOCK_TOKENS
+            after = await counters(pair.d)
+            assert moved(before, after, "external_kv_transfer") == found
+            assert moved(before, after, "local_compute") == sent - found
+            assert found > sent / 2
+            await routed.poll()
+            text = (await routed.client.get("/metrics")).text
+            assert "\nsplitserve_handoff_recomputes_total 0.0\n" in text
+
+    async def test_a_prompt_of_which_nothing_would_be_found_is_answered_whole(
+        self, pair: Pair
+    ) -> None:
+        async with pair.routed() as routed:
+            ids = await token_ids(pair.d)
+            for number, length in enumerate(NOT_FOUND):
+                body = request(ids[50 + number : 50 + number + length])
+                answer = await routed.ask(body)
+                assert answer.headers["x-splitserve-plan"] == "aggregated"
+                record = await routed.router.record(answer)
+                assert f"prompt of {length} tokens" in record["failures"][0]
 
 
 class TestNixlPull:
@@ -298,59 +359,3 @@ async def until_idle(server: VllmServer) -> None:
             series = read_series((await client.get("/metrics")).content, names)
             if sum(series.total(name) for name in names) == 0:
                 return
-
-
-def empty(folder: Path) -> None:
-    for made in folder.iterdir():
-        shutil.rmtree(made)
-
-
-class TestFiles:
-    @pytest.fixture(scope="class")
-    @classmethod
-    def pair(cls, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-        folder = tmp_path_factory.mktemp("kv")
-        specs = [
-            VllmSpec("p", example("kv_producer", folder)),
-            VllmSpec("d", example("kv_consumer", folder)),
-        ]
-        with running(specs, model_folder, MODEL) as (p, d):
-            yield Pair(p, d, {"connector": "example", "folder": str(folder)})
-
-    async def test_thirty_splits(
-        self, pair: Pair, expected: dict[str, tuple[list[int], str]]
-    ) -> None:
-        async with pair.routed() as routed:
-            requests = await thirty_requests(pair.d)
-            wanted = [await whole(routed, body, expected) for body in requests]
-            empty(Path(str(pair.kv["folder"])))  # whole runs write there too
-            await routed.poll()
-            before, sent, found = await counters(pair.d), 0, 0
-            for body, want in zip(requests, wanted, strict=True):
-                answer = await routed.ask(body)
-                assert answer.headers["x-splitserve-plan"] == "disaggregated", (
-                    routed.router.latest()
-                )
-                assert output(answer) == want
-                tokens = answer.json()["usage"]["prompt_tokens"]
-                sent += tokens
-                found += (tokens - 2) // BLOCK_TOKENS * BLOCK_TOKENS
-            after = await counters(pair.d)
-            assert moved(before, after, "external_kv_transfer") == found
-            assert moved(before, after, "local_compute") == sent - found
-            assert found > sent / 2
-            await routed.poll()
-            text = (await routed.client.get("/metrics")).text
-            assert "\nsplitserve_handoff_recomputes_total 0.0\n" in text
-
-    async def test_a_prompt_of_which_nothing_would_be_found_is_answered_whole(
-        self, pair: Pair
-    ) -> None:
-        async with pair.routed() as routed:
-            ids = await token_ids(pair.d)
-            for number, length in enumerate(NOT_FOUND):
-                body = request(ids[50 + number : 50 + number + length])
-                answer = await routed.ask(body)
-                assert answer.headers["x-splitserve-plan"] == "aggregated"
-                record = await routed.router.record(answer)
-                assert f"prompt of {length} tokens" in record["failures"][0]
