@@ -1,22 +1,24 @@
 """Time to first token with a prefill worker beside a slow decode box, against that box alone.
 
-Two llama-servers with one thread each, the decode worker's held to a fraction of a core, a courier
-beside each, and the router. The same kind of prompt is asked for in turn with both plans, one at a
-time, and nobody has seen it before. The router says of each what it expects, and learns from what
-comes: the factor it predicts is compared with the one that is measured.
+Two llama-servers with one thread each, the decode worker's held to a fraction of the time, a
+courier beside each, and the router. Both plans are asked for in turn, one request at a time, with
+prompts that nobody has seen. From shorter prompts it is known what a plan takes at once and per
+token; the factor by which a split must win with the longer ones follows, and is compared with the
+one that is measured. What the router expected, which learns from the same answers, is told too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,7 +35,8 @@ MODEL = "m"
 _FLAGS = ("--kv-unified", "--no-cache-idle-slots", "--flash-attn", "on", "--metrics", "--no-ui")
 _SIZE = ("--ctx-size", "4096", "--parallel", "2", "--alias", MODEL)
 _PLANS = ("aggregated", "disaggregated")
-_SHORT_TOKENS = (8, 40, 16, 32, 24, 48)
+_WARM_UP_TOKENS = (16, 80, 32, 56, 24, 40)
+_WARM_UP_ANSWER_TOKENS, _ANSWER_TOKENS = 4, 2
 _READY_S = 120.0
 _TIMEOUT_S = 300.0
 
@@ -42,40 +45,72 @@ def run(
     gguf: Path,
     *,
     slowdown: float = 8.0,
-    prompt_tokens: int = 160,
+    prompt_tokens: int = 128,
     rounds: int = 3,
-    warm_up: int = 11,
+    warm_up: int = 12,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Measure and return one JSON document. Raises BenchmarkError.
 
-    `predicted` and `measured` are whole over split, medians over `rounds`; `warm_up` turns before
-    them, with shorter prompts of several lengths, are what the router learns from.
+    Factors are whole over split. `measured` is of the best of `rounds`, since what else runs on a
+    machine only adds; `predicted` comes from the `warm_up` turns before them, of each length the
+    best; `expected_by_router` is the router's own.
     """
     server = llama_cpp.find_server()
     if server is None:
         raise PeerMissing("llama-server is nowhere; run: python -m benchmarks.engines.install")
     draw = random.Random(seed)
-    with boxes(server, gguf, 1 / slowdown) as router_url:
-        for number in range(warm_up):
-            _turn(router_url, draw, _SHORT_TOKENS[number % len(_SHORT_TOKENS)])
-        turns = [_turn(router_url, draw, prompt_tokens) for _ in range(rounds)]
-    ttft_ms = {plan: _median(turns, plan, "ttft_ms") for plan in _PLANS}
-    predicted_ms = {plan: _median(turns, plan, "predicted_ttft_ms") for plan in _PLANS}
+    lengths = [_WARM_UP_TOKENS[number % len(_WARM_UP_TOKENS)] for number in range(warm_up)]
+    with boxes(server, gguf, 1 / slowdown) as url:
+        first = [_turn(url, draw, tokens, _WARM_UP_ANSWER_TOKENS) for tokens in lengths]
+        turns = [_turn(url, draw, prompt_tokens, _ANSWER_TOKENS) for _ in range(rounds)]
+    predicted_ms = {plan: extrapolate(_best(first, plan))(prompt_tokens) for plan in _PLANS}
+    ttft_ms = {plan: _best(turns, plan)[0][1] for plan in _PLANS}
+    expected_ms = {
+        plan: float(statistics.median(turn[plan]["expected_ttft_ms"] for turn in turns))
+        for plan in _PLANS
+    }
     return envelope(SCHEMA, "slow-decode-box", seed=seed) | {
         "slowdown": slowdown,
         "prompt_tokens": prompt_tokens,
         "rounds": rounds,
         "ttft_ms": ttft_ms,
         "predicted_ttft_ms": predicted_ms,
-        "measured": ttft_ms["aggregated"] / ttft_ms["disaggregated"],
-        "predicted": predicted_ms["aggregated"] / predicted_ms["disaggregated"],
+        "expected_by_router_ttft_ms": expected_ms,
+        "measured": _factor(ttft_ms),
+        "predicted": _factor(predicted_ms),
+        "expected_by_router": _factor(expected_ms),
         "turns": turns,
+        "warm_up": first,
     }
 
 
-def _median(turns: list[dict[str, Any]], plan: str, name: str) -> float:
-    return float(statistics.median(turn[plan][name] for turn in turns))
+def extrapolate(points: Sequence[tuple[float, float]]) -> Callable[[float], float]:
+    """Return the line through (x, y) by the median of all slopes: a spoilt point moves it little.
+
+    Needs two different x.
+    """
+    slopes = [
+        (there - here) / (to - at)
+        for (at, here), (to, there) in itertools.combinations(points, 2)
+        if to != at
+    ]
+    slope = statistics.median(slopes)
+    start = statistics.median(y - slope * x for x, y in points)
+    return lambda x: start + slope * x
+
+
+def _factor(by_plan: dict[str, float]) -> float:
+    return by_plan["aggregated"] / by_plan["disaggregated"]
+
+
+def _best(turns: list[dict[str, Any]], plan: str) -> list[tuple[int, float]]:
+    """Of each prompt length the shortest time: (tokens, ms)."""
+    best: dict[int, float] = {}
+    for turn in turns:
+        tokens, ms = turn[plan]["prompt_tokens"], turn[plan]["ttft_ms"]
+        best[tokens] = min(ms, best.get(tokens, ms))
+    return sorted(best.items())
 
 
 @contextlib.contextmanager
@@ -136,16 +171,20 @@ def _await_pair(url: str) -> None:
     raise LoadFailed(f"the boxes do not become a pair ({whys}); see the llama-servers' flags")
 
 
-def _turn(url: str, draw: random.Random, prompt_tokens: int) -> dict[str, dict[str, Any]]:
-    return {plan: _ask(url, plan, draw, prompt_tokens) for plan in _PLANS}
+def _turn(
+    url: str, draw: random.Random, prompt_tokens: int, answer_tokens: int
+) -> dict[str, dict[str, Any]]:
+    return {plan: _ask(url, plan, draw, prompt_tokens, answer_tokens) for plan in _PLANS}
 
 
-def _ask(url: str, plan: str, draw: random.Random, prompt_tokens: int) -> dict[str, Any]:
+def _ask(
+    url: str, plan: str, draw: random.Random, prompt_tokens: int, answer_tokens: int
+) -> dict[str, Any]:
     """One stream with a plan; both plans decode on the same box."""
     body = {
         "model": MODEL,
         "prompt": [draw.randrange(1000, 40000) for _ in range(prompt_tokens)],
-        "max_tokens": 2,
+        "max_tokens": answer_tokens,
         "temperature": 0,
         "stream": True,
         "ignore_eos": True,
@@ -170,8 +209,9 @@ def _ask(url: str, plan: str, draw: random.Random, prompt_tokens: int) -> dict[s
         raise LoadFailed(f"a request was not served as asked: {record['failures']}")
     actual = record["actual"]
     return {
+        "prompt_tokens": prompt_tokens,
         "ttft_ms": ttft_ms,
-        "predicted_ttft_ms": float(response.headers["x-splitserve-predicted-ttft-ms"]),
+        "expected_ttft_ms": float(response.headers["x-splitserve-predicted-ttft-ms"]),
         "queue_ms": float(response.headers["x-splitserve-queue-ms"]),
         "prefill_ms": actual["prefill_ms"],
         "transfer_ms": actual["transfer_ms"],

@@ -115,7 +115,7 @@ def create_app(courier: Courier) -> FastAPI:
         yield
         sweeping.cancel()
         await asyncio.gather(sweeping, return_exceptions=True)
-        await courier.puller.close()
+        courier.puller.close()
 
     app = FastAPI(title="splitserve courier", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_exception_handler(CourierError, _refused)

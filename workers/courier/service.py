@@ -44,7 +44,6 @@ def run(settings: CourierSettings) -> int:
     """Serve until SIGTERM or SIGINT. Returns 0, or 1 after one line on stderr."""
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=form)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every file moved
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
     try:
