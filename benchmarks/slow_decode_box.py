@@ -148,6 +148,9 @@ def _router(home: Path, workers: list[dict[str, str]]) -> Iterator[str]:
         "listen": f"127.0.0.1:{port}",
         "workers": workers,
         "shadow_check": {"share": 0.0, "at_join": False},
+        # Without targets: nothing is held back because a box is too slow for one.
+        "classes": {"any": {}},
+        "default_class": "any",
     }
     config = home / "splitserve.yaml"
     config.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
